@@ -1,0 +1,128 @@
+"""Every error that powertrain raises on purpose.
+
+`ConfigError` and its kin are for what a user can cause and are `ValueError`s; messages carry both numbers and the
+way out. `assert` is kept for our own mistakes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class PowertrainError(Exception):
+    """Base of all errors raised by powertrain; catch it to catch them all."""
+
+
+class ConfigError(PowertrainError, ValueError):
+    """Something in a recipe, an option or an argument cannot be used as given."""
+
+
+class Violations(ConfigError):
+    """Several configuration faults found in one pass, all told at once.
+
+    `problems` holds one complete sentence for each fault.
+    """
+
+    def __init__(self, problems: Sequence[str], *, heading: str = "") -> None:
+        self.problems = tuple(problems)
+        self.heading = heading
+        lines = ([heading] if heading else []) + list(self.problems)
+        super().__init__("\n".join(lines))
+
+
+class LayoutError(Violations):
+    """A config string or its mapping form is not understood or does not fit; quotes the line with a caret."""
+
+
+class EnvironmentConflictError(ConfigError):
+    """A user's explicit variable contradicts a guarantee that the same user asked for."""
+
+
+class DeviceError(ConfigError):
+    """Fewer cards are visible than a layout needs, or a card is named that does not exist."""
+
+
+class StateError(PowertrainError, RuntimeError):
+    """A method was called in a state that does not allow it; the message names both states."""
+
+
+class UnfitError(StateError):
+    """The engine's weights are neither the old nor the new version; an update must heal it before it answers."""
+
+
+class PluginError(PowertrainError):
+    """One plugin cannot be used. The message is one line: plugin, dist, version, cause.
+
+    Attributes: `plugin` (entry point name), `group`, `dist`, `version`, `kind` (one of the failure kinds listed in
+    `powertrain.registry`).
+    """
+
+    def __init__(
+        self, message: str, *, plugin: str, group: str = "", dist: str = "", version: str = "", kind: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.plugin = plugin
+        self.group = group
+        self.dist = dist
+        self.version = version
+        self.kind = kind
+
+
+class UnknownPluginError(PluginError, ConfigError):
+    """No installed plugin has the name; the message lists those that exist and the nearest one."""
+
+
+class MissingDependencyError(PluginError):
+    """The plugin is there, a package it needs is not; the message says what to install."""
+
+
+class EngineNotReadyError(PluginError):
+    """The plugin describes an engine that this release does not contain yet (its spec is `planned`)."""
+
+
+class DeadlineError(PowertrainError, TimeoutError):
+    """A wait ended at its deadline. The message names who was waited for, for what, and for how long."""
+
+    def __init__(self, message: str, *, who: str = "", what: str = "", seconds: float = 0.0) -> None:
+        super().__init__(message)
+        self.who = who
+        self.what = what
+        self.seconds = seconds
+
+
+class WorkerError(PowertrainError, RuntimeError):
+    """A worker answered with an error, or died. `rank`, `worker` and `remote_traceback` tell which and where."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        worker: str = "",
+        rank: int = -1,
+        remote_type: str = "",
+        remote_traceback: str = "",
+        log: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.rank = rank
+        self.remote_type = remote_type
+        self.remote_traceback = remote_traceback
+        self.log = log
+
+
+class HandshakeError(WorkerError):
+    """A worker runs another core API, or gave a wrong token, or registered twice."""
+
+
+class TransferError(PowertrainError, RuntimeError):
+    """A weight update failed; `phase` says where, `unfit` names the sinks that must be healed."""
+
+    def __init__(self, message: str, *, phase: str = "", unfit: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.phase = phase
+        self.unfit = tuple(unfit)
+
+
+class CheckpointError(PowertrainError, RuntimeError):
+    """A checkpoint is incomplete, damaged or belongs to another run."""

@@ -1,0 +1,222 @@
+"""The small frozen records that a plugin's hooks return; heavy classes are named in them by text.
+
+A spec is what core knows of a plugin: enough to parse and explain config strings, place ranks, check options and
+tell what is missing, without importing the engine. `"module:Attribute"` texts are imported on use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Final
+
+from powertrain.errors import ConfigError
+from powertrain.options import OptionSpec
+
+API_VERSION: Final = (1, 0)
+"""Version of the interfaces between core and plugins: (major, minor). A plugin built for the same major and a minor
+not newer than this works; workers compare it at the handshake."""
+
+ROLES: Final = ("train", "infer")
+
+
+class Support(Enum):
+    """How far an engine supports a capability; asked for before use."""
+
+    FULL = "full"
+    """Works in every layout that the backend accepts."""
+    PARTIAL = "partial"
+    """Works in some layouts or versions; the capability's note says which."""
+    NONE = "none"
+    """Does not work; asking for it is refused before anything starts."""
+    UNKNOWN = "unknown"
+    """Nobody has said; treated as NONE where a guarantee depends on it."""
+
+
+CAPABILITIES: Final[Mapping[str, str]] = {
+    "fp32_head": "log-probs from an LM head computed in float32",
+    "determinism": "same seed and input give bitwise equal results",
+    "lora": "adapters under PEFT-standard names",
+    "colocated": "shares cards with an engine of the other role",
+    "offload": "gives its device memory back and takes it again",
+    "checkpoint": "saves and loads its native state, optimizer included",
+    "export": "writes HF-format weights",
+    "packed": "packed sequences without padding",
+    "pause_keep": "requests frozen across a weight update go on afterwards",
+    "shared_storage": "weights can be shared with an engine of the other role in the same process",
+    "streaming": "tokens are handed out while a request runs",
+}
+"""Every capability that core asks for, with its meaning. Plugins may add their own names."""
+
+
+@dataclass(frozen=True, slots=True)
+class AxisSpec:
+    """One parallel dimension of a backend.
+
+    name: one lower-case letter or word, as in `t4`. title: the word in messages ("tensor parallel").
+    world: True when the part's number of ranks is multiplied by it (d, c, t, p), False when it lies within the
+    others (e). instances: True when it counts separate engines rather than ranks of one (d of an infer backend).
+    section: "" for all layers, "ffn" where it exists only in expert layers. minimum/maximum: inclusive limits of the size.
+    """
+
+    name: str
+    title: str = ""
+    world: bool = True
+    instances: bool = False
+    section: str = ""
+    minimum: int = 1
+    maximum: int | None = None
+
+
+STANDARD_AXES: Final[Mapping[str, AxisSpec]] = {
+    "d": AxisSpec("d", "data parallel"),
+    "t": AxisSpec("t", "tensor parallel"),
+    "p": AxisSpec("p", "pipeline parallel"),
+    "c": AxisSpec("c", "context parallel"),
+    "e": AxisSpec("e", "expert parallel", world=False),
+}
+"""The five common axes; a backend that gives a bare letter gets these."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendSpec:
+    """What a backend plugin tells core; returned by the hook `powertrain_backend`.
+
+    name: the entry point's name. role: `train` or `infer`. engine: "module:Class" of a `TrainEngine` or `InferEngine`.
+    axes: letters of `STANDARD_AXES` or own `AxisSpec`s, in the order in which ranks are numbered, slowest first
+    (`("p", "d", "c", "t")` makes t the fastest). For an infer backend `d` counts instances.
+    options: the backend's own options. environment: "module:function" called as f(options, spec) before a worker
+    starts, torch-free, returning the variables that the backend needs. capabilities: graded support by name.
+    requires: import names that the engine needs, shown when missing. install: the command that brings them.
+    status: "ready", or "planned" for an engine that is described but not there yet. frozen: True if its parts never get updates.
+    """
+
+    name: str
+    role: str
+    engine: str
+    summary: str = ""
+    axes: tuple[str | AxisSpec, ...] = ("d",)
+    options: tuple[OptionSpec, ...] = ()
+    environment: str = ""
+    capabilities: Mapping[str, Support] = field(default_factory=dict)
+    requires: tuple[str, ...] = ()
+    install: str = ""
+    status: str = "ready"
+    api: tuple[int, int] = API_VERSION
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            message = f"backend {self.name!r} has role {self.role!r}; the roles are {' and '.join(ROLES)}"
+            raise ConfigError(message)
+
+    def axis_table(self) -> dict[str, AxisSpec]:
+        """Return the backend's axes by name, standard letters filled in; ConfigError for an unknown bare letter."""
+        table: dict[str, AxisSpec] = {}
+        for axis in self.axes:
+            spec = axis if isinstance(axis, AxisSpec) else STANDARD_AXES.get(axis)
+            if spec is None:
+                message = f"backend {self.name!r} names axis {axis!r}, which is not standard; give an AxisSpec for it"
+                raise ConfigError(message)
+            if spec.name == "d" and self.role == "infer" and not isinstance(axis, AxisSpec):
+                spec = AxisSpec("d", "data parallel (instances)", instances=True)
+            table[spec.name] = spec
+        return table
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransferSpec:
+    """What a transfer plugin tells core; returned by the hook `powertrain_transfer`.
+
+    driver: "module:Class" of a `Transfer`. source/sink: "module:Class" of the endpoints that live in the worker
+    processes of each side. reach: which pairs it serves, of "process" (both engines in one), "host", "device"
+    (colocated on cards), "network". rank: among those that fit, the lowest is picked when the string names none.
+    """
+
+    name: str
+    driver: str
+    source: str
+    sink: str
+    reach: tuple[str, ...]
+    rank: int = 100
+    summary: str = ""
+    options: tuple[OptionSpec, ...] = ()
+    requires: tuple[str, ...] = ()
+    install: str = ""
+    api: tuple[int, int] = API_VERSION
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LauncherSpec:
+    """What a launcher plugin tells core; returned by the hook `powertrain_launcher`. launcher: "module:Class"."""
+
+    name: str
+    launcher: str
+    summary: str = ""
+    options: tuple[OptionSpec, ...] = ()
+    requires: tuple[str, ...] = ()
+    install: str = ""
+    api: tuple[int, int] = API_VERSION
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecipeSpec:
+    """What a recipe plugin tells core; returned by the hook `powertrain_recipe`. recipe: "module:Class" of a `Recipe`."""
+
+    name: str
+    recipe: str
+    summary: str = ""
+    options: tuple[OptionSpec, ...] = ()
+    requires: tuple[str, ...] = ()
+    install: str = ""
+    api: tuple[int, int] = API_VERSION
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServiceSpec:
+    """A long-running service beside the engines (a rollout proxy, a router); hook `powertrain_service`."""
+
+    name: str
+    service: str
+    summary: str = ""
+    options: tuple[OptionSpec, ...] = ()
+    requires: tuple[str, ...] = ()
+    install: str = ""
+    api: tuple[int, int] = API_VERSION
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceSpec:
+    """A kind of card; hook `powertrain_device`. visible_variable: the environment variable that narrows the cards."""
+
+    name: str
+    visible_variable: str
+    probe: str
+    summary: str = ""
+    requires: tuple[str, ...] = ()
+    install: str = ""
+    api: tuple[int, int] = API_VERSION
+
+
+Spec = BackendSpec | TransferSpec | LauncherSpec | RecipeSpec | ServiceSpec | DeviceSpec
+
+
+def load_object(path: str) -> Any:
+    """Import `"module:Attribute"` and return the attribute; ConfigError for a malformed text.
+
+    Import errors pass through unchanged, so that a missing dependency names itself.
+    """
+    module, _, attribute = path.partition(":")
+    if not module or not attribute:
+        message = f"{path!r} is not of the form 'module:Attribute'"
+        raise ConfigError(message)
+    from importlib import import_module
+
+    found: Any = import_module(module)
+    for step in attribute.split("."):
+        try:
+            found = getattr(found, step)
+        except AttributeError as exc:
+            message = f"module {module!r} has no attribute {attribute!r}"
+            raise ConfigError(message) from exc
+    return found
