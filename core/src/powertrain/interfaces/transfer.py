@@ -1,0 +1,73 @@
+"""The transfer's interface: what moves weights from a training engine to the inference engines of a set."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from powertrain.weights import Manifest, TransferPlan, TransferReport, Update
+
+
+class EngineHandle(Protocol):
+    """The driver's side of one engine, all its ranks: inline or in workers alike."""
+
+    name: str
+    """Unique in the run, such as `actor` or `rollout/1`."""
+
+    async def call(self, method: str, *args: Any, deadline: float) -> list[Any]:
+        """Call a method of every rank's host and return the answers in rank order; one failing rank fails the call."""
+        ...
+
+
+class SourceEndpoint(ABC):
+    """A transfer's half inside each training rank; made with that rank's `WeightSource`, driven by name through `endpoint`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what the endpoint holds; may be called twice."""
+
+
+class SinkEndpoint(ABC):
+    """A transfer's half inside each inference rank; made with that rank's `WeightSink`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what the endpoint holds; may be called twice."""
+
+
+class Transfer(ABC):
+    """One pair's path for weights, on the driver. `push` runs the phases in their fixed order; subclasses move the bytes.
+
+    The order is: pause, make room, gather, wire, load, finish, resume. `powertrain.weights.transaction` owns it.
+    """
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        self.name = name
+        self.options = options
+
+    @abstractmethod
+    async def plan(self, source: EngineHandle, sinks: Sequence[EngineHandle], *, deadline: float) -> TransferPlan:
+        """Work out who sends what to whom from both sides' manifests; called again only when a manifest changed."""
+
+    @abstractmethod
+    async def move(self, plan: TransferPlan, update: Update, meter: Any, *, deadline: float) -> None:
+        """Gather, wire and load one update into sinks that have begun it; `meter.phase(name)` times each phase.
+
+        Returns when every byte has arrived in every sink. Raises on the first fault; the caller aborts the sinks.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Free endpoints and shared memory on all ranks; may be called twice, also after a failure."""
+
+    async def push(self, update: Update, *, deadline: float, pause_mode: str = "wait") -> TransferReport:
+        """Run one update from pause to resume; see `powertrain.weights.transaction.run_update`."""
+        from powertrain.weights.transaction import run_update
+
+        return await run_update(self, update, deadline=deadline, pause_mode=pause_mode)
+
+    source: EngineHandle
+    sinks: Sequence[EngineHandle]
+    manifests: Sequence[Manifest]

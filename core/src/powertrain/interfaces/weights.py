@@ -1,0 +1,85 @@
+"""The two ends of a weight update inside the engines: source and sink."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from powertrain.weights import Manifest, Update
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A block of one tensor on its way: `tensor` (a torch tensor) holds the range that begins at `start` of `name`.
+
+    name: canonical HF name. start: first index in each dimension of the global tensor; the extent is the tensor's shape.
+    The receiver copies before it returns; it never keeps a reference, since the memory is used again.
+    """
+
+    name: str
+    start: tuple[int, ...]
+    tensor: Any
+
+
+class WeightSource(ABC):
+    """One rank's weights as they can be read. All methods run in the engine's worker."""
+
+    @abstractmethod
+    def manifest(self) -> Manifest:
+        """Return what this rank holds; moves nothing, not a collective."""
+
+    @abstractmethod
+    def tensors(self) -> Mapping[str, Any]:
+        """Return storage name -> local torch tensor; the manifest's boxes point into these."""
+
+    @abstractmethod
+    def changes(self) -> int:
+        """Return a number that differs whenever the weights may have changed (steps and loads counted)."""
+
+    def fence(self) -> None:
+        """Return once every write to the weights so far has reached memory (a device synchronise; nothing on CPU)."""
+        return
+
+
+class WeightSink(ABC):
+    """Where an engine takes new weights: `begin`, any number of `apply`, then `finish` or `abort`.
+
+    States: steady -> updating -> steady; a failure before the first write goes back to steady with the old version,
+    a later one leaves the sink unfit until an update finishes. All methods run in the engine's worker while the
+    engine is paused; each may be called from one thread only.
+    """
+
+    @property
+    @abstractmethod
+    def state(self) -> str:
+        """One of steady, updating, unfit."""
+
+    @abstractmethod
+    def manifest(self) -> Manifest:
+        """Return what this rank wants; moves nothing."""
+
+    @abstractmethod
+    def tensors(self) -> Mapping[str, Any]:
+        """Return storage name -> local torch tensor, for transfers that write into them directly."""
+
+    @abstractmethod
+    def begin(self, update: Update) -> None:
+        """Open an update. Refused in state updating. Nothing is written yet."""
+
+    @abstractmethod
+    def apply(self, pieces: Iterable[Piece]) -> None:
+        """Copy pieces into place; complete when it returns, device included. Unknown names and ranges are errors."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Refresh all derived state (fused copies, scales, prefix and KV caches) and become steady.
+
+        An update that left an element unwritten is an error. The new version is published later, by the engine's `resume`.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Give the update up: steady with the old weights if nothing was written, else unfit. Never raises."""

@@ -1,0 +1,139 @@
+"""Manifests: which part of which tensor one rank holds, and where in its memory it lies.
+
+A layout that nobody thought of is still a list of boxes, so nothing here knows a layout by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from powertrain.errors import ConfigError
+from powertrain.interfaces.wire import wire
+
+ITEM_SIZE: Mapping[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes of one element by torch's dtype name."""
+
+
+@wire
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A block of a global tensor and its place in a rank's memory.
+
+    start/size: the half-open range start[i] .. start[i] + size[i] of the global tensor, one number a dimension.
+    storage: which of the rank's storages (`WeightSource.tensors()`). offset: elements from the storage's first one.
+    stride: elements from one index to the next in each dimension, as torch counts them.
+    """
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    storage: str
+    offset: int
+    stride: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("start", "size", "stride"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    @property
+    def elements(self) -> int:
+        """Number of elements in the box (1 for a scalar)."""
+        return prod(self.size)
+
+    def overlap(self, other: Box) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Return (start, size) of what both boxes cover of the global tensor, or None."""
+        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
+        end = tuple(
+            min(a + n, b + m) for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True)
+        )
+        if any(e <= s for s, e in zip(start, end, strict=True)):
+            return None
+        return start, tuple(e - s for s, e in zip(start, end, strict=True))
+
+    def place(self, start: tuple[int, ...]) -> int:
+        """Return the storage offset of the element at global index `start`, which must lie in the box."""
+        return self.offset + sum(
+            (s - mine) * stride for s, mine, stride in zip(start, self.start, self.stride, strict=True)
+        )
+
+
+@wire
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor by its canonical HF name.
+
+    dtype: torch's name ("bfloat16"). shape: of the whole tensor. boxes: what this rank holds of it, disjoint; empty
+    when another rank holds all. accepts: other dtypes that a sink casts from by itself. frozen: a sink's tensor that
+    needs no update when the sender does not have it.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    accepts: tuple[str, ...] = ()
+    frozen: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("shape", "boxes", "accepts"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.dtype not in ITEM_SIZE:
+            message = f"tensor {self.name!r} has dtype {self.dtype!r}, which no transfer knows; known: {', '.join(ITEM_SIZE)}"
+            raise ConfigError(message)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * ITEM_SIZE[self.dtype]
+
+
+@wire
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All that one rank holds (source) or wants (sink).
+
+    entries: in a fixed order, equal on all ranks of an engine, names unique. tied: alias -> name of the entry that
+    it shares its storage with; a tied weight travels once. kind: "full", or "adapter" for LoRA tensors alone.
+    """
+
+    rank: int
+    world: int
+    entries: tuple[Entry, ...]
+    tied: Mapping[str, str] = field(default_factory=dict)
+    kind: str = "full"
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "entries", tuple(self.entries))
+        names = [entry.name for entry in self.entries]
+        if len(set(names)) != len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            message = f"manifest of rank {self.rank} lists {', '.join(twice)} more than once"
+            raise ConfigError(message)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.entries)
+
+    def by_name(self) -> dict[str, Entry]:
+        """Return the entries by name."""
+        return {entry.name: entry for entry in self.entries}
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all whole tensors, each counted once."""
+        return sum(entry.bytes for entry in self.entries)

@@ -1,0 +1,76 @@
+"""One kind of update object for full weights, adapters, deltas and drafts, and the report of what an update cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from powertrain.interfaces.wire import wire
+from powertrain.weights.version import WeightVersion
+
+PHASES: Final = ("pause", "make_room", "gather", "wire", "load", "finish", "resume")
+"""The phases of every update in their order; every report names them all."""
+
+
+@wire
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """What is about to be written into the sinks of a set.
+
+    version: the version that the sinks carry once all have finished. kind: "full", "adapter", "delta" or "draft".
+    adapter: versioned adapter name (kind adapter). adapter_config: PEFT's adapter_config as plain data.
+    base: for a delta, the version that it applies to.
+    """
+
+    version: WeightVersion
+    kind: str = "full"
+    adapter: str = ""
+    adapter_config: Mapping[str, Any] = field(default_factory=dict)
+    base: WeightVersion | None = None
+
+
+@wire
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransferReport:
+    """What one update did: seconds of each phase, bytes that travelled, sinks reached, and the version now served."""
+
+    transfer: str
+    version: WeightVersion
+    seconds: Mapping[str, float]
+    bytes: int
+    sinks: int
+    total_seconds: float
+
+    def metrics(self) -> dict[str, float]:
+        """Return the report as flat numbers for `metrics.jsonl`."""
+        rate = self.bytes / self.total_seconds / 1e9 if self.total_seconds > 0 else 0.0
+        flat = {f"transfer/{phase}_s": self.seconds.get(phase, 0.0) for phase in PHASES}
+        return {**flat, "transfer/total_s": self.total_seconds, "transfer/bytes": float(self.bytes), "transfer/gb_per_s": rate}
+
+
+class Meter:
+    """Measures phases on the driver's clock; a phase entered twice adds up."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self.bytes = 0
+        self.current = ""
+        self._begun = time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time one phase; `current` names it while it runs, for error messages."""
+        assert name in self.seconds, name
+        self.current = name
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - begun
+
+    def total(self) -> float:
+        """Seconds since the meter was made."""
+        return time.perf_counter() - self._begun

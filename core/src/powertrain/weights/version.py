@@ -1,0 +1,79 @@
+"""Weight versions: which weights an engine carries, never used twice, also not after a resume."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from powertrain.errors import CheckpointError, ConfigError
+from powertrain.interfaces.wire import wire
+
+
+@wire
+@dataclass(frozen=True, order=True, slots=True)
+class WeightVersion:
+    """The run's incarnation (how often it was started) and a counter that rises through the whole run.
+
+    Its text form `2.17` stands in segments, metrics and adapter names.
+    """
+
+    incarnation: int
+    counter: int
+
+    def __str__(self) -> str:
+        return f"{self.incarnation}.{self.counter}"
+
+    @classmethod
+    def parse(cls, text: str) -> WeightVersion:
+        """Read the text form; ConfigError when it is not one."""
+        first, dot, second = text.partition(".")
+        if not dot or not first.isdigit() or not second.isdigit():
+            message = f"{text!r} is not a weight version; one looks like 2.17"
+            raise ConfigError(message)
+        return cls(int(first), int(second))
+
+    def adapter_name(self, base: str) -> str:
+        """Return the versioned name under which this version's adapter is registered (`policy-v2.17`)."""
+        return f"{base}-v{self}"
+
+
+class VersionCounter:
+    """Hands out versions. With a file, numbers are reserved on disk before use, so a killed run never repeats one.
+
+    Opening the file begins a new incarnation. Used by the driver alone.
+    """
+
+    def __init__(self, file: str | os.PathLike[str] | None = None) -> None:
+        self._file = Path(file) if file is not None else None
+        incarnation, counter = self._read()
+        self._last = WeightVersion(incarnation + 1, counter)
+        self._write(self._last)
+
+    def next(self) -> WeightVersion:
+        """Reserve and return a version that was never handed out before."""
+        version = WeightVersion(self._last.incarnation, self._last.counter + 1)
+        self._write(version)
+        self._last = version
+        return version
+
+    def _read(self) -> tuple[int, int]:
+        if self._file is None or not self._file.exists():
+            return 0, 0
+        text = self._file.read_text().strip()
+        try:
+            version = WeightVersion.parse(text)
+        except ConfigError as exc:
+            message = f"{self._file} holds {text!r} in place of a weight version; restore or delete the run folder"
+            raise CheckpointError(message) from exc
+        return version.incarnation, version.counter
+
+    def _write(self, version: WeightVersion) -> None:
+        if self._file is None:
+            return
+        part = self._file.with_name(self._file.name + ".part")
+        with part.open("w") as stream:
+            stream.write(f"{version}\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        part.replace(self._file)
