@@ -45,17 +45,17 @@ class WeightSource(ABC):
 
 
 class WeightSink(ABC):
-    """Where an engine takes new weights: `begin`, any number of `apply`, then `finish` or `abort`.
+    """Where an engine takes new weights: `begin`, any number of `apply`, `finish`, and `publish` (or `abort`).
 
-    States: steady -> updating -> steady; a failure before the first write goes back to steady with the old version,
-    a later one leaves the sink unfit until an update finishes. All methods run in the engine's worker while the
-    engine is paused; each may be called from one thread only.
+    States: steady -> updating -> finished -> steady. `abort` before the first write goes back to steady with the old
+    version; after it, also from finished, the sink is unfit until another update has finished. All methods run in
+    the engine's worker while the engine is paused, one at a time.
     """
 
     @property
     @abstractmethod
     def state(self) -> str:
-        """One of steady, updating, unfit."""
+        """One of steady, updating, finished, unfit."""
 
     @abstractmethod
     def manifest(self) -> Manifest:
@@ -75,11 +75,21 @@ class WeightSink(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Refresh all derived state (fused copies, scales, prefix and KV caches) and become steady.
+        """Refresh all derived state (fused copies, scales, prefix and KV caches); state finished.
 
-        An update that left an element unwritten is an error. The new version is published later, by the engine's `resume`.
+        An update that left an element unwritten is an error. Nothing answers with the new weights yet.
+        """
+
+    @abstractmethod
+    def publish(self, version: str | None) -> None:
+        """Called by the engine's `resume`: with a version, finished -> steady under it; None is for a steady sink alone.
+
+        UnfitError in state unfit; StateError when the version is not that of the update that has finished.
         """
 
     @abstractmethod
     def abort(self) -> None:
-        """Give the update up: steady with the old weights if nothing was written, else unfit. Never raises."""
+        """Give the update up: steady with the old weights if nothing was written, else unfit. Never raises.
+
+        On a steady sink it does nothing.
+        """
