@@ -1,0 +1,1 @@
+"""A run: its resolved configuration, its folder on disk, and what a recipe is handed."""

@@ -1,0 +1,215 @@
+"""One run's folder: configuration, metrics, logs, weight versions and checkpoints, held by one driver at a time.
+
+runs/sums-20260131-120000/
+    config.yaml  metrics.jsonl  versions  lock  logs/
+    checkpoints/step-000010/   complete ones only; each appears by a rename
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Final, Self
+
+from powertrain.errors import CheckpointError, ConfigError, PowertrainError
+from powertrain.run.metrics import MetricsLog, cut_metrics
+
+_STEP: Final = re.compile(r"step-(\d{6,})")
+_CAUSES: Final = {
+    errno.ENOSPC: "the disk is full; make room, or choose another folder with runs=FOLDER",
+    errno.EDQUOT: "the disk quota is used up; make room, or choose another folder with runs=FOLDER",
+    errno.EROFS: "the file system is read-only; choose another folder with runs=FOLDER",
+    errno.EACCES: "this user may not write there; choose another folder with runs=FOLDER",
+    errno.EPERM: "this user may not write there; choose another folder with runs=FOLDER",
+}
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turn an error of the file system into ours, with the cause in words and the way out."""
+    try:
+        yield
+    except PowertrainError:  # a DeadlineError is an OSError too and says more than we could
+        raise
+    except OSError as exc:
+        message = f"{what} failed: {_CAUSES.get(exc.errno or 0, str(exc))}"
+        raise CheckpointError(message) from exc
+
+
+class RunFolder:
+    """A run's folder, locked until `close`. Made by `create` or `open`, a context manager; for the driver alone."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = self._locked()
+        self._metrics: MetricsLog | None = None
+
+    @classmethod
+    def create(cls, runs: str | Path, name: str) -> RunFolder:
+        """Make `<runs>/<name>-<date>-<time>` (with `-2`, `-3` ... where that is taken) and lock it."""
+        if not name or "/" in name or name.startswith("."):
+            message = f"a run cannot be named {name!r}; it is one folder's name"
+            raise ConfigError(message)
+        stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        number = 1
+        with _explained(f"making a run folder in {str(runs)!r}"):
+            Path(runs).mkdir(parents=True, exist_ok=True)
+            while True:
+                path = Path(runs).absolute() / (stem if number == 1 else f"{stem}-{number}")
+                try:
+                    path.mkdir()
+                    break
+                except FileExistsError:
+                    number += 1
+            (path / "logs").mkdir()
+            (path / "checkpoints").mkdir()
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """Lock a folder that an earlier run made, and clear what that run left half-written."""
+        folder = Path(path).absolute()
+        if not (folder / "config.yaml").is_file():
+            message = f"{str(path)!r} is not a run folder: there is no config.yaml in it"
+            raise ConfigError(message)
+        run = cls(folder)
+        with _explained(f"clearing {str(folder)!r}"):
+            (folder / "logs").mkdir(exist_ok=True)
+            run.checkpoints.mkdir(exist_ok=True)
+            for left in run.checkpoints.glob(".*"):
+                shutil.rmtree(left)
+        return run
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where complete checkpoints lie."""
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """Where workers' logs lie."""
+        return self.path / "logs"
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved configuration; `powertrain run` takes it as it is."""
+        return self.path / "config.yaml"
+
+    @property
+    def versions_file(self) -> Path:
+        """The reserved weight versions; see `powertrain.weights.version.VersionCounter`."""
+        return self.path / "versions"
+
+    @property
+    def metrics_file(self) -> Path:
+        """One line of JSON for each step."""
+        return self.path / "metrics.jsonl"
+
+    def log(self, step: int, values: Mapping[str, object]) -> None:
+        """Append one step's line to the metrics."""
+        with _explained(f"writing {self.metrics_file}"):
+            if self._metrics is None:
+                self._metrics = MetricsLog(self.metrics_file)
+            self._metrics.write(step, values)
+
+    def write(self, name: str, text: str) -> Path:
+        """Write a small text file into the folder, complete or not at all, and return its path."""
+        path = self.path / name
+        part = path.with_name(path.name + ".part")
+        with _explained(f"writing {path}"):
+            part.write_text(text, encoding="utf-8")
+            part.replace(path)
+        return path
+
+    @contextmanager
+    def checkpoint(self, step: int, *, keep_last: int) -> Iterator[Path]:
+        """Give an empty folder to fill; at the end of the block it becomes `checkpoints/step-NNNNNN` by a rename.
+
+        A block that raises leaves no trace. Of the complete checkpoints the newest `keep_last` stay.
+        """
+        final = self.checkpoints / f"step-{step:06d}"
+        part = self.checkpoints / f".{final.name}.part"
+        with _explained(f"writing checkpoint {final}"):
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir()
+            try:
+                yield part
+                _sync(part)
+                if final.exists():
+                    self._drop(final)
+                part.rename(final)
+                _sync(self.checkpoints, deep=False)
+            except BaseException:
+                shutil.rmtree(part, ignore_errors=True)
+                raise
+            for _, old in self.complete()[:-keep_last]:
+                self._drop(old)
+
+    def complete(self) -> list[tuple[int, Path]]:
+        """Return (step, folder) of every complete checkpoint, oldest first."""
+        found = ((_STEP.fullmatch(path.name), path) for path in self.checkpoints.iterdir() if path.is_dir())
+        return sorted((int(match[1]), path) for match, path in found if match)
+
+    def latest(self) -> tuple[int, Path] | None:
+        """Return (step, folder) of the newest complete checkpoint, or None."""
+        complete = self.complete()
+        return complete[-1] if complete else None
+
+    def rewind(self, step: int) -> None:
+        """Take back the metrics after `step`, since those steps are taken again."""
+        with _explained(f"cutting {self.metrics_file}"):
+            cut_metrics(self.metrics_file, step)
+
+    def close(self) -> None:
+        """Give the folder free; may be called twice."""
+        if self._metrics is not None:
+            self._metrics.close()
+        self._lock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _drop(self, path: Path) -> None:
+        """Delete a checkpoint so that it never stands there half-deleted under its own name."""
+        trash = path.with_name(f".{path.name}.trash")
+        path.rename(trash)
+        shutil.rmtree(trash)
+
+    def _locked(self) -> IO[str]:
+        """Take the folder's lock, which ends with this process; ConfigError naming who holds it."""
+        import fcntl
+
+        with _explained(f"locking {str(self.path)!r}"):
+            stream = (self.path / "lock").open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            stream.seek(0)
+            holder = stream.read().strip() or "unknown"
+            stream.close()
+            message = f"another driver (process {holder}) works in {str(self.path)!r}; wait for it or end it"
+            raise ConfigError(message) from exc
+        stream.truncate(0)
+        stream.write(f"{os.getpid()}\n")
+        stream.flush()
+        return stream
+
+
+def _sync(folder: Path, *, deep: bool = True) -> None:
+    """Bring a folder (deep: and all files below it) to the disk, so that the rename never outruns the contents."""
+    for path in [*(folder.rglob("*") if deep else ()), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,88 @@
+"""Reading and writing recipe files: YAML without dates, with repeated keys refused, and `env` as plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from powertrain.errors import ConfigError
+
+
+def _loader(text: str, *, typed: bool = True) -> Any:
+    """Parse YAML; typed=False keeps every scalar as text. Raises yaml.YAMLError."""
+    import yaml
+
+    base: Any = yaml.SafeLoader if typed else yaml.BaseLoader
+
+    class Loader(base):  # type: ignore[misc]
+        """A loader that refuses a key given twice and knows no dates."""
+
+        yaml_implicit_resolvers = {  # noqa: RUF012
+            first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:timestamp"]
+            for first, pairs in base.yaml_implicit_resolvers.items()
+        }
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen: set[Any] = set()
+            for key_node, _ in node.value:
+                key = self.construct_object(key_node, deep=True)
+                if isinstance(key, list | dict):
+                    continue
+                if key in seen:
+                    message = f"key {key!r} stands there twice"
+                    raise yaml.constructor.ConstructorError(None, None, message, key_node.start_mark)
+                seen.add(key)
+            return super().construct_mapping(node, deep)
+
+    return yaml.load(text, Loader)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return a recipe file's mapping; values under `env` are kept as they are written. ConfigError otherwise."""
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        data, raw = _loader(text), _loader(text, typed=False)
+    except (OSError, UnicodeDecodeError) as exc:
+        message = f"recipe file {str(path)!r} cannot be read: {exc}"
+        raise ConfigError(message) from exc
+    except yaml.YAMLError as exc:
+        message = f"recipe file {str(path)!r} is not YAML: {exc}"
+        raise ConfigError(message) from exc
+    if not isinstance(data, dict):
+        message = f"recipe file {str(path)!r} holds a {type(data).__name__}; it must be a mapping of keys"
+        raise ConfigError(message)
+    if isinstance(data.get("env"), dict):
+        data["env"] = raw["env"]
+    return data
+
+
+def read_words(words: Iterable[str]) -> tuple[list[tuple[list[str], Any]], list[str]]:
+    """Split `a.b=value` words into key paths and YAML-typed values (text under `env`); returns them and the faults."""
+    import yaml
+
+    found: list[tuple[list[str], Any]] = []
+    problems: list[str] = []
+    for word in words:
+        key, equals, text = word.partition("=")
+        keys = key.split(".") if not key.startswith("env.") else ["env", key.removeprefix("env.")]
+        if not equals or not all(keys):
+            problems.append(f"{word!r} is not of the form key=value")
+            continue
+        try:
+            value = text if keys[0] == "env" and len(keys) > 1 else _loader(text)
+        except yaml.YAMLError as exc:
+            problems.append(f"the value of {key!r} is not YAML: {text!r} ({str(exc).splitlines()[0]}); quote it")
+            continue
+        found.append((keys, value))
+    return found, problems
+
+
+def write_yaml(data: Mapping[str, Any]) -> str:
+    """Return YAML text in the mapping's order, lists and short mappings on one line where PyYAML finds it fit."""
+    import yaml
+
+    text: str = yaml.safe_dump(dict(data), sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
+    return text

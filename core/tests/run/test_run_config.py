@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from powertrain.errors import ConfigError, UnknownPluginError, Violations
+from powertrain.options import OptionSpec
+from powertrain.run.config import RunConfig, load_config
+from powertrain.specs import BackendSpec, RecipeSpec
+
+TRAIN = BackendSpec(
+    name="tr",
+    role="train",
+    engine="nowhere:Train",
+    axes=("d",),
+    options=(
+        OptionSpec(name="micro", type="int", default=4, minimum=1),
+        OptionSpec(name="tag", type="str"),
+        OptionSpec(name="cache", type="bool", default=True),
+    ),
+)
+INFER = BackendSpec(
+    name="inf",
+    role="infer",
+    engine="nowhere:Infer",
+    axes=("d",),
+    options=(OptionSpec(name="fill", type="float", default=0.5),),
+)
+RECIPE = RecipeSpec(
+    name="loop",
+    recipe="nowhere:Loop",
+    options=(OptionSpec(name="steps", type="int", default=7), OptionSpec(name="extra", type="mapping", default={})),
+)
+
+
+class Known:
+    """A registry of three specs that are not installed; their engines do not exist, so importing one would fail."""
+
+    def backend(self, name: str) -> BackendSpec:
+        return self._one("backend", name, {"tr": TRAIN, "inf": INFER})
+
+    def recipe(self, name: str) -> RecipeSpec:
+        return self._one("recipe", name, {"loop": RECIPE})
+
+    def names(self, kind: str) -> list[str]:
+        return {"backend": ["inf", "tr"], "transfer": ["local"], "recipe": ["loop"]}[kind]
+
+    def _one(self, kind, name, table):
+        if name not in table:
+            raise UnknownPluginError(f"no {kind} {name!r} is installed; there are: {', '.join(table)}", plugin=name)
+        return table[name]
+
+
+BASE = "recipe: loop\nengines: tr:d1|inf:d1\nmodel: some/model\n"
+
+
+@pytest.fixture
+def read(tmp_path: Path):
+    def load(text: str = "", *words: str, base: str = BASE, **kwargs) -> RunConfig:
+        file = tmp_path / "sums.yaml"
+        file.write_text(base + text)
+        return load_config(file, words, registry=Known(), **kwargs)
+
+    return load
+
+
+def test_defaults_are_all_filled_in(read, tmp_path):
+    config = read()
+    assert config["seed"] == 0
+    assert config["deterministic"] is True
+    assert config["name"] == "sums"
+    assert config["base"] == str(tmp_path)
+    assert config.recipe_options == {"steps": 7, "extra": {}}
+    assert config.head.fp32
+    assert config.lora is None
+    assert config.optim.schedule.total_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "value"),
+    [
+        ("seed=3", "seed", 3),
+        ("optim.lr=1e-4", "optim", 1e-4),
+        ("head.chunk=128", "head", 128),
+        ("lora={rank: 4}", "lora", 4),
+        ("lora.rank=4", "lora", 4),
+    ],
+)
+def test_override_is_yaml_typed(read, word, key, value):
+    found = read("", word)[key]
+    assert value in (found.values() if isinstance(found, dict) else [found])
+
+
+def test_override_reaches_the_recipes_section(read):
+    assert read("loop: {steps: 9}\n", "loop.steps=11", "loop.extra.a=[1, 2]").recipe_options == {
+        "steps": 11,
+        "extra": {"a": [1, 2]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("engines", "text", "micro"),
+    [
+        ("tr:d1|inf:d1", "", 4),
+        ("tr:d1|inf:d1", "tr: {micro: 5}\n", 5),
+        ("tr[actor]:d1|inf:d1", "tr: {micro: 5}\nactor: {micro: 6}\n", 6),
+        ("tr[actor]:d1?micro=7|inf:d1", "tr: {micro: 5}\nactor: {micro: 6}\n", 7),
+    ],
+)
+def test_string_wins_over_part_over_backend(read, engines, text, micro):
+    config = read(text, f"engines={engines}")
+    part = config.layout.role("train")[0]
+    assert config.engine_options(part)["micro"] == micro
+
+
+def test_part_options_may_stand_in_a_section(read):
+    config = read("inf: {frozen: true}\n")
+    assert config.layout.pairs == ()
+
+
+def test_every_fault_is_told_at_once(read):
+    with pytest.raises(Violations) as caught:
+        read("sed: 1\ndtype: float31\noptim: {lrr: 1, lr: fast}\nlopp: {}\ntr: {micra: 2}\nloop: {stepps: 1}\n")
+    text = str(caught.value)
+    for word in (
+        "'sed' (did you mean 'seed'?)",
+        "float31",
+        "'lrr' (did",
+        "fast",
+        "'lopp' (did you mean 'loop'?)",
+        "'micra'",
+        "'stepps'",
+    ):
+        assert word in text
+
+
+def test_missing_keys_are_all_named(read):
+    with pytest.raises(Violations, match=r"(?s)'recipe' is required.*'engines' is required.*'model' is required"):
+        read("seed: 1\n", base="")
+
+
+def test_layout_fault_stands_beside_the_others(read):
+    with pytest.raises(Violations, match=r"(?s)seed.*tx"):
+        read("seed: no\n", "engines=tx:d1|inf:d1")
+
+
+def test_resolved_file_runs_again_as_it_is(read, tmp_path):
+    config = read(
+        "tr: {micro: 5}\nactor: {tag: x}\nenv: {A: 'b, c=d', B: 010, C: True}\n",
+        "engines=tr[actor]:d1|inf:d1",
+        "lora.rank=2",
+    )
+    file = tmp_path / "elsewhere" / "config.yaml"
+    file.parent.mkdir()
+    file.write_text(config.dump())
+    again = load_config(file, registry=Known())
+    assert again == config
+    assert again.dump() == config.dump()
+
+
+def test_override_of_the_resolved_file_still_counts(read, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(read("", "engines=tr[actor]:d1|inf:d1").dump())
+    config = load_config(file, ["tr.micro=9"], registry=Known())
+    assert config.engine_options(config.layout.part("actor"))["micro"] == 9
+
+
+def test_mapping_form_of_engines_means_the_same(read):
+    text = read("", "engines=tr:d1?micro=3|inf:d1")
+    mapping = yaml.safe_dump({"engines": text.layout.to_mapping(), "recipe": "loop", "model": "some/model"})
+    assert read("", base=mapping).layout == text.layout
+
+
+def test_environment_values_stay_text(read):
+    config = read("env: {A: 1, B: yes, D: ''}\n", "env.C=x=y, z", "env.E.F=1")
+    assert config["env"] == {"A": "1", "B": "yes", "D": "", "C": "x=y, z", "E.F": "1"}
+
+
+@pytest.mark.parametrize(
+    ("word", "match"),
+    [
+        ("seed", "not of the form key=value"),
+        ("=1", "not of the form key=value"),
+        ("a..b=1", "not of the form key=value"),
+        ("seed.x=1", "'seed' is 1 and holds no keys"),
+        ("seed=[", "not YAML"),
+    ],
+)
+def test_unusable_override_is_explained(read, word, match):
+    with pytest.raises(Violations, match=match):
+        read("seed: 1\n", word)
+
+
+def test_fixed_key_cannot_be_overridden(read):
+    with pytest.raises(Violations, match="'model' cannot be changed"):
+        read("", "model=other", fixed=("model",))
+
+
+@pytest.mark.parametrize(
+    ("text", "match"), [("a: 1\na: 2\n", "twice"), ("[1]\n", "holds a list"), ("a: [\n", "is not YAML")]
+)
+def test_unusable_file_is_refused(read, text, match):
+    with pytest.raises(ConfigError, match=match):
+        read(text, base="")
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nothing\.yaml"):
+        load_config(tmp_path / "nothing.yaml", registry=Known())
+
+
+def test_part_named_like_a_key_is_refused(read):
+    with pytest.raises(Violations, match="'model' has the name of a key"):
+        read("", "engines=tr[model]:d1|inf:d1")
+
+
+def test_relative_paths_are_read_from_the_files_folder(read, tmp_path, monkeypatch):
+    (tmp_path / "reward.py").touch()
+    other = tmp_path / "cwd"
+    other.mkdir()
+    (other / "data.jsonl").touch()
+    monkeypatch.chdir(other)
+    config = read()
+    assert config.path("reward.py") == tmp_path / "reward.py"
+    assert config.path("data.jsonl") == other / "data.jsonl"
+    assert config.path("none") == tmp_path / "none"
+
+
+def test_model_folder_beside_the_file_is_found(read, tmp_path):
+    (tmp_path / "tiny").mkdir()
+    assert read("", "model=tiny")["model"] == str(tmp_path / "tiny")
+
+
+def test_clip_zero_means_no_clipping(read):
+    assert read("", "optim.clip=0").optim.clip is None
+    assert read().optim.clip == 1.0
+
+
+def test_date_stays_text(read):
+    assert read("", "name=2026-01-31")["name"] == "2026-01-31"
