@@ -9,7 +9,7 @@ from importlib import import_module, util
 from types import CoroutineType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from powertrain.errors import EngineNotReadyError, MissingDependencyError, PluginError
+from powertrain.errors import ConfigError, EngineNotReadyError, MissingDependencyError, PluginError
 from powertrain.registry.discovery import PluginInfo
 from powertrain.specs import (
     API_VERSION,
@@ -117,8 +117,14 @@ def _pick(info: PluginInfo, answers: list[Any]) -> Spec:
         names = ", ".join(repr(answer.name) for answer in answers) or "none"
         cause = f"its hook powertrain_{info.kind} must return one spec named {info.name!r}, it returned {names}"
         raise fail(info, "wrong-return", cause)
-    _check_api(info, named[0].api)
-    return named[0]
+    spec = named[0]
+    _check_api(info, spec.api)
+    if isinstance(spec, BackendSpec):
+        try:
+            spec.axis_table()
+        except ConfigError as exc:
+            raise fail(info, "wrong-return", f"its spec cannot be used, {exc}") from exc
+    return spec
 
 
 def _check_api(info: PluginInfo, api: Any) -> None:

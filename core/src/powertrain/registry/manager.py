@@ -97,11 +97,11 @@ class Registry:
         """Return the spec of a recipe; errors as `get`."""
         return cast("RecipeSpec", self.get("recipe", name))
 
-    def names(self, kind: str) -> list[str]:
+    def names(self, kind: str) -> tuple[str, ...]:
         """Return the sorted names that `get` may be asked for, duplicates and earlier failures included."""
         group = self._own(kind)
         usable = (info.name for info in self._found() if info.group == group and info.status in {"found", "duplicate"})
-        return sorted(set(usable))
+        return tuple(sorted(set(usable)))
 
     def specs(self, kind: str) -> dict[str, Spec]:
         """Return the specs of all plugins of a kind by name, importing each plugin's hooks module.
