@@ -1,0 +1,111 @@
+"""`powertrain engines [--check] [--json]`: what is installed, and with `--check`, what of it works.
+
+The plain form reads metadata and imports no plugin; `--check` tries each plugin in a child process and is the only
+form that knows roles, axes and capabilities. The exit status is 0 whatever the list says.
+
+JSON: an object with `schema` (1; grows when a key changes its meaning), `powertrain` (version), `api` ([major,
+minor] of core), `checked` (bool) and `plugins`, sorted by name, kind and dist. Each plugin has always these keys:
+`name`, `kind` (backend, transfer, launcher, recipe, service, device), `group`, `dist`, `version`, `path`, `module`,
+`status` (found, duplicate, blocked, hidden; after `--check` also ready, planned, missing, failed), `detail` (one line
+or ""), `failure` (a word of `powertrain.registry.KINDS` or ""), and, null unless checked: `role` ("" where there is
+none), `summary`, `axes` (objects of `AxisSpec`), `options` (objects of `OptionSpec`), `capabilities` (name -> full,
+partial, none, unknown), `missing` (import names), `install` (a command or ""), `api` ([major, minor] of the plugin).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any, Final
+
+from powertrain import __version__
+from powertrain.registry import Registry
+from powertrain.specs import API_VERSION
+
+_STATUS: Final = {"planned": "engine not there yet", "missing": "needs packages"}
+_UNCHECKED: Final = ("role", "summary", "axes", "options", "capabilities", "missing", "install", "api")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `powertrain engines`."""
+    parser.add_argument(
+        "--check", action="store_true", help="import each plugin in a child process and say if it works"
+    )
+    parser.add_argument("--json", action="store_true", help="print stable JSON instead of a table")
+    parser.add_argument("--deadline", type=float, default=None, metavar="S", help="seconds for each check (120)")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Print the list; returns 0."""
+    rows = listing(check=args.check, deadline=args.deadline)
+    if args.json:
+        document = {"schema": 1, "powertrain": __version__, "api": list(API_VERSION), "checked": args.check}
+        json.dump(document | {"plugins": rows}, sys.stdout, indent=2, sort_keys=True)
+        sys.stdout.write("\n")
+    else:
+        _show(rows, checked=args.check)
+    return 0
+
+
+def listing(*, check: bool, deadline: float | None = None) -> list[dict[str, Any]]:
+    """Return one mapping for each plugin with the keys that the module's docstring lists."""
+    infos = Registry().list()
+    rows: list[dict[str, Any]] = [
+        {
+            "name": info.name,
+            "kind": info.kind,
+            "group": info.group,
+            "dist": info.dist,
+            "version": info.version,
+            "path": info.path,
+            "module": info.module,
+            "status": info.status,
+            "detail": info.detail,
+            "failure": info.status if info.status in {"duplicate", "blocked"} else "",
+            **dict.fromkeys(_UNCHECKED),
+        }
+        for info in infos
+    ]
+    if check:
+        from powertrain.registry.check import DEADLINE
+        from powertrain.registry.check import check as check_all
+
+        for row, result in zip(rows, check_all(infos, deadline=deadline or DEADLINE), strict=True):
+            row.update(result)
+    return sorted(rows, key=lambda row: (row["name"], row["kind"], row["dist"]))
+
+
+def _show(rows: list[dict[str, Any]], *, checked: bool) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    # A pipe or a log has no width of its own; rich would fold the table into 80 columns there.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    if not rows:
+        console.print(
+            "no plugin is installed; `pip install powertrain-fsdp powertrain-hf` brings the first two engines"
+        )
+        return
+    table = Table(box=None, pad_edge=False)
+    for title in ("name", "kind", *(("role", "axes", "capabilities") if checked else ()), "dist", "version", "status"):
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        cells = [row["name"], row["kind"]]
+        if checked:
+            axes = " ".join(axis["name"] for axis in row["axes"])
+            graded = [f"{name}: {level}" for name, level in row["capabilities"].items()]
+            cells += [row["role"], axes, "\n".join(graded)]
+        status = _STATUS.get(row["status"], row["status"])
+        table.add_row(*(escape(cell) for cell in (*cells, row["dist"], row["version"], status)))
+    console.print(table)
+    for row in rows:
+        if row["detail"] and row["status"] != "planned":
+            who = f"{row['kind']} {row['name']!r}"
+            line = row["detail"] if row["detail"].startswith(who) else f"{who} of {row['dist']}: {row['detail']}"
+            console.print(line, markup=False, soft_wrap=True)
+    if not checked:
+        console.print(
+            "`powertrain engines --check` tries each one and shows roles, axes and capabilities", markup=False
+        )
