@@ -1,0 +1,1 @@
+"""The training backend archon of powertrain; kept free of imports."""

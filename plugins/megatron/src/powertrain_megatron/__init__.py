@@ -1,0 +1,1 @@
+"""The training backend megatron of powertrain; kept free of imports."""

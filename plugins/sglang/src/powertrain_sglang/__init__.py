@@ -1,0 +1,1 @@
+"""The inference backend sglang of powertrain; kept free of imports."""

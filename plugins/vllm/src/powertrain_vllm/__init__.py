@@ -1,0 +1,1 @@
+"""The inference backend vllm of powertrain; kept free of imports."""

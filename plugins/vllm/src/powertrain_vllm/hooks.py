@@ -1,0 +1,52 @@
+"""The spec of the backend `vllm`. The engine is not there yet: config strings with it are explained, not run.
+
+Options carry the names of vLLM's engine arguments; one that is not given is left to vLLM's own default.
+"""
+
+from __future__ import annotations
+
+from powertrain.hookspecs import hookimpl
+from powertrain.options import OptionSpec
+from powertrain.specs import BackendSpec
+
+OPTIONS = (
+    OptionSpec(
+        name="gpu_memory_utilization",
+        type="float",
+        minimum=0.0,
+        maximum=1.0,
+        help="Share of each card's memory that the engine may take, weights and KV cache together.",
+    ),
+    OptionSpec(name="max_model_len", type="int", minimum=1, help="Longest sequence in tokens, prompt included."),
+    OptionSpec(
+        name="dtype",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        help="Type of weights and activations.",
+    ),
+    OptionSpec(name="enforce_eager", type="bool", help="Run without captured graphs and compilation."),
+    OptionSpec(name="max_num_seqs", type="int", minimum=1, help="Most sequences in one step."),
+    OptionSpec(name="max_num_batched_tokens", type="int", minimum=1, help="Most tokens in one step."),
+    OptionSpec(name="enable_prefix_caching", type="bool", help="Reuse the KV cache of common prefixes."),
+    OptionSpec(name="enable_chunked_prefill", type="bool", help="Split long prompts over several steps."),
+    OptionSpec(name="kv_cache_dtype", help="Type of the KV cache, `auto` for the weights' own."),
+    OptionSpec(name="quantization", help="Method by which the weights are quantised."),
+    OptionSpec(name="max_lora_rank", type="int", minimum=1, help="Largest rank of an adapter."),
+    OptionSpec(name="trust_remote_code", type="bool", help="Run code that a model repository brings."),
+)
+
+
+@hookimpl
+def powertrain_backend() -> BackendSpec:
+    """Describe the backend: instances of p * t cards, t the fastest; e spreads experts over an instance's cards."""
+    return BackendSpec(
+        name="vllm",
+        role="infer",
+        engine="powertrain_vllm.engine:VllmEngine",
+        summary="vLLM servers",
+        axes=("d", "p", "t", "e"),
+        options=OPTIONS,
+        requires=("vllm",),
+        install="pip install 'powertrain-vllm[engine]'",
+        status="planned",
+        api=(1, 0),
+    )
