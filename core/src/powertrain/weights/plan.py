@@ -117,7 +117,9 @@ def plan_transfer(
     ranges that no source holds.
     """
     if not sources or bucket_bytes < ALIGNMENT:
-        message = f"a plan needs a source ({len(sources)} given) and buckets of at least {ALIGNMENT} bytes, not {bucket_bytes}"
+        message = (
+            f"a plan needs a source ({len(sources)} given) and buckets of {ALIGNMENT} bytes or more, not {bucket_bytes}"
+        )
         raise ConfigError(message)
     engines = [[engine] if isinstance(engine, Manifest) else list(engine) for engine in sinks]
     problems = _unequal(sources)

@@ -1,4 +1,4 @@
-"""Ranges of global tensors: what two have in common, what is left of one, and cutting one into pieces of bounded size."""
+"""Ranges of global tensors: what two have in common, what is left of one, and cutting one into bounded pieces."""
 
 from __future__ import annotations
 

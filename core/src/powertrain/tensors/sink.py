@@ -1,0 +1,320 @@
+"""A weight sink for torch engines: the update's states, generic copying by boxes, and proof that all was written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from powertrain.errors import StateError, TransferError, UnfitError
+from powertrain.interfaces.weights import WeightSink
+from powertrain.weights import Box, Entry, Manifest
+from powertrain.weights.ranges import Range, left_of, overlap
+
+if TYPE_CHECKING:
+    from powertrain.interfaces.weights import Piece, WeightSource
+    from powertrain.weights import Update
+
+FLOATS = ("float64", "float32", "bfloat16", "float16")
+"""Dtypes between which a sink casts by itself."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name of a dtype without its prefix ("bfloat16")."""
+    return str(dtype).removeprefix("torch.")
+
+
+def whole_manifest(
+    named: Mapping[str, torch.Tensor], *, rank: int = 0, world: int = 1, kind: str = "full", casts: bool = False
+) -> Manifest:
+    """Return the manifest of a rank that holds every tensor whole; a storage's name is its tensor's.
+
+    A tensor that stands under several names (the same object, or the same memory) is listed under the first and the
+    others become tied aliases. casts: floating entries accept every dtype of `FLOATS`.
+    """
+    entries: list[Entry] = []
+    tied: dict[str, str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, tensor in named.items():
+        key = (tensor.data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.dtype)
+        if tensor.numel() and seen.setdefault(key, name) != name:
+            tied[name] = seen[key]
+            continue
+        dtype = dtype_name(tensor.dtype)
+        box = Box((0,) * tensor.dim(), tuple(tensor.shape), name, 0, tuple(tensor.stride()))
+        accepts = tuple(other for other in FLOATS if other != dtype) if casts and dtype in FLOATS else ()
+        entries.append(Entry(name, dtype, tuple(tensor.shape), (box,), accepts))
+    return Manifest(rank, world, tuple(entries), tied, kind)
+
+
+def block_view(storage: torch.Tensor, place: int, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
+    """Return the block of `storage` that begins `place` elements after its first one."""
+    return torch.as_strided(storage, size, stride, storage.storage_offset() + place)
+
+
+class BoxSink(WeightSink):
+    """Writes pieces into the boxes of a manifest.
+
+    Engines subclass it for what they derive from weights: `refresh` (caches, fused copies), `add_adapter` and
+    `drop_adapter`. Not thread-safe: the host calls one method at a time.
+
+    Sharing: `share` makes storages alias a source's memory in the same process, so that no byte moves; from then on
+    `guard` refuses when the source has changed since the last published update.
+    """
+
+    def __init__(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._manifest = manifest
+        self._tensors = tensors
+        self._entries = manifest.by_name()
+        self._names = {**{name: name for name in self._entries}, **manifest.tied}
+        self._state = "steady"
+        self._intact = True
+        self._update: Update | None = None
+        self._written: dict[str, list[Range]] = {}
+        self._adapter: dict[str, list[tuple[Range, torch.Tensor]]] = {}
+        self._shared: WeightSource | None = None
+        self._offered: tuple[WeightSource, int] | None = None
+        self._changes = 0
+        self.version = "0.0"
+        """Text of the version that is published; "0.0" until the engine's first `resume`."""
+        self.base_version = "0.0"
+        """Text of the last published version that was not an adapter's."""
+
+    # ---- what engines override
+    def refresh(self) -> None:
+        """Make derived state anew from the weights; called inside `finish` of every update but an adapter's."""
+
+    def add_adapter(self, name: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Register a complete adapter under its versioned name; called once, inside `finish` of an adapter's update.
+
+        tensors: PEFT-standard name -> tensor that the engine may keep. Must raise when a key matches no module.
+        """
+        message = f"{type(self).__name__} takes no adapters; send full weights"
+        raise TransferError(message, phase="finish")
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter that `add_adapter` registered and whose update was given up before it was published."""
+
+    # ---- the sink's interface
+    @property
+    def state(self) -> str:
+        """One of steady, updating, finished, unfit."""
+        return self._state
+
+    def manifest(self) -> Manifest:
+        """Return what this rank wants."""
+        return self._manifest
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return storage name -> local tensor."""
+        return self._tensors
+
+    def begin(self, update: Update) -> None:
+        """Open an update; StateError while one is open, TransferError for a kind that this sink does not take."""
+        if self._state == "updating":
+            message = (
+                f"update {update.version} cannot begin: update {self._opened.version} is still open; abort it first"
+            )
+            raise StateError(message)
+        if update.kind not in {"full", "adapter"} or (update.kind == "adapter" and not update.adapter):
+            message = f"this sink takes full weights and named adapters, not kind {update.kind!r} ({update.adapter!r})"
+            raise TransferError(message, phase="make_room")
+        self.abort()
+        if update.kind == "adapter" and self._state == "unfit":
+            message = f"adapter {update.adapter!r} cannot heal the base weights; push full weights first"
+            raise UnfitError(message)
+        self._update, self._state = update, "updating"
+        self._written, self._adapter, self._offered = {}, {}, None
+
+    def apply(self, pieces: Iterable[Piece]) -> None:
+        """Copy pieces into place, cast where the entry accepts it; a piece that does not fit is not begun."""
+        self._expect("updating", "apply")
+        if self._opened.kind == "adapter":
+            for piece in pieces:
+                place = (piece.start, tuple(piece.tensor.shape))
+                self._adapter.setdefault(piece.name, []).append((place, piece.tensor.clone()))
+            return
+        self._unshare()
+        on_device = False
+        with torch.no_grad():
+            for piece in pieces:
+                for target, source in self._targets(piece):
+                    self._intact = False
+                    target.copy_(source)
+                    on_device |= target.is_cuda or source.is_cuda
+        if on_device:
+            torch.cuda.synchronize()
+
+    def finish(self) -> None:
+        """Check that every element was written, refresh derived state (or register the adapter); state finished."""
+        self._expect("updating", "finish")
+        update = self._opened
+        if update.kind == "adapter":
+            tensors = {name: _joined(name, parts) for name, parts in self._adapter.items()}
+            self._adapter = {}
+            self.add_adapter(update.adapter, update.adapter_config, tensors)
+        else:
+            if self._offered is None:
+                self._check_written()
+            self.refresh()
+        self._state = "finished"
+
+    def publish(self, version: str | None) -> None:
+        """Make a finished update the published one, or (None) go on with the old one; see `WeightSink.publish`.
+
+        A steady sink that never had a version takes its first one here.
+        """
+        if self._state == "unfit":
+            message = f"the weights are neither version {self.version} nor another; an update must heal them first"
+            raise UnfitError(message)
+        if self._state == "steady":
+            if version is not None and version != self.version:
+                if self.version != "0.0":
+                    message = f"the engine carries version {self.version}; no update to {version} has finished"
+                    raise StateError(message)
+                self.version = self.base_version = version
+            return
+        self._expect("finished", "publish")
+        update = self._opened
+        if version != str(update.version):
+            message = f"version {version} cannot be published: the update that has finished is {update.version}"
+            raise StateError(message)
+        self.version = version
+        if update.kind != "adapter":
+            self.base_version = version
+            self._shared, self._changes = self._offered or (None, 0)
+            self._intact = True
+        self._state, self._update, self._offered = "steady", None, None
+
+    def abort(self) -> None:
+        """Give the open update up: steady when no weight was touched, else unfit."""
+        if self._state not in {"updating", "finished"}:
+            return
+        if self._state == "finished" and self._opened.kind == "adapter":
+            self.drop_adapter(self._opened.adapter)
+        self._state = "steady" if self._intact else "unfit"
+        self._update, self._offered, self._written, self._adapter = None, None, {}, {}
+
+    # ---- sharing
+    def share(self, source: WeightSource, pieces: Iterable[Piece]) -> bool:
+        """Alias the source's memory in place of copying; True when every box is covered by a tensor of its own kind.
+
+        False (nothing changed) when a dtype, device, stride or extent differs: the caller then copies. The update
+        counts as written whole. From its first change to the aliased memory the sink is guarded.
+        """
+        self._expect("updating", "share")
+        found = {self._names.get(piece.name, piece.name): piece for piece in pieces}
+        for entry in self._manifest:
+            for box in entry.boxes:
+                piece, mine = found.get(entry.name), self._tensors[box.storage]
+                if piece is None or piece.start != box.start or not _alike(piece.tensor, mine, box):
+                    return False
+        for entry in self._manifest:
+            for box in entry.boxes:
+                mine, tensor = self._tensors[box.storage], found[entry.name].tensor
+                if mine.data_ptr() != tensor.data_ptr():
+                    self._intact = False
+                    mine.data = tensor.detach()
+        self._shared = source
+        self._offered = (source, source.changes())
+        return True
+
+    def guard(self) -> None:
+        """Raise StateError when the weights are shared and have changed under the published version."""
+        if self._shared is not None and self._shared.changes() != self._changes:
+            message = f"weights have changed under version {self.version}; push first"
+            raise StateError(message)
+
+    def _unshare(self) -> None:
+        """Before a copy: give every storage memory of its own, so that nothing is written into the trainer's."""
+        if self._shared is not None:
+            for tensor in {id(t): t for t in self._tensors.values()}.values():
+                tensor.data = tensor.detach().clone()
+            self._shared = None
+
+    # ---- helpers
+    @property
+    def _opened(self) -> Update:
+        assert self._update is not None
+        return self._update
+
+    def _expect(self, state: str, method: str) -> None:
+        if self._state != state:
+            message = f"the sink's {method}() was called in state {self._state!r}; it is allowed in: {state}"
+            raise StateError(message)
+
+    def _targets(self, piece: Piece) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return (place in our memory, part of the piece) pairs after every check of the piece."""
+        name = self._names.get(piece.name)
+        if name is None:
+            message = f"tensor {piece.name!r} arrived and this engine has none of that name"
+            raise TransferError(message, phase="load")
+        entry, place = self._entries[name], (tuple(piece.start), tuple(piece.tensor.shape))
+        sent = dtype_name(piece.tensor.dtype)
+        if sent != entry.dtype and sent not in entry.accepts:
+            message = f"tensor {name!r} arrived as {sent}; the engine holds {entry.dtype} and does not cast"
+            raise TransferError(message, phase="load")
+        if len(place[0]) != len(entry.shape) or len(place[1]) != len(entry.shape):
+            message = f"a piece of {name!r} has {len(place[1])} dimensions; the tensor has {len(entry.shape)}"
+            raise TransferError(message, phase="load")
+        done = self._written.setdefault(name, [])
+        common = [(box, part) for box in entry.boxes if (part := overlap(place, (box.start, box.size)))]
+        if sum(prod(part[1]) for _, part in common) != prod(place[1]):
+            message = f"{name!r}{_text(place)} arrived; this rank does not hold all of that range"
+            raise TransferError(message, phase="load")
+        twice = next((part for old in done if (part := overlap(old, place))), None)
+        if twice is not None:
+            message = f"{name!r}{_text(twice)} arrived twice in one update"
+            raise TransferError(message, phase="load")
+        done.append(place)
+        pairs = []
+        for box, (start, size) in common:
+            target = block_view(self._tensors[box.storage], box.place(start), size, box.stride)
+            source = piece.tensor
+            for axis, (at, n) in enumerate(zip(start, size, strict=True)):
+                source = source.narrow(axis, at - piece.start[axis], n)
+            pairs.append((target, source))
+        return pairs
+
+    def _check_written(self) -> None:
+        for entry in self._manifest:
+            done = self._written.get(entry.name, [])
+            if (entry.frozen and not done) or sum(prod(part[1]) for part in done) == sum(
+                b.elements for b in entry.boxes
+            ):
+                continue
+            gap = next(left for box in entry.boxes for left in left_of((box.start, box.size), done))
+            message = f"{entry.name!r}{_text(gap)} was not written by update {self._opened.version}"
+            raise TransferError(message, phase="finish")
+
+
+def _text(place: Range) -> str:
+    return "[" + ", ".join(f"{s}:{s + n}" for s, n in zip(*place, strict=True)) + "]"
+
+
+def _alike(tensor: torch.Tensor, mine: torch.Tensor, box: Box) -> bool:
+    """Tell whether `mine` is exactly the box's memory and `tensor` could stand in its place."""
+    same = tensor.dtype == mine.dtype and tensor.device == mine.device
+    shapes = tuple(tensor.shape) == tuple(mine.shape) == box.size and tensor.stride() == mine.stride() == box.stride
+    return same and shapes and box.offset == 0
+
+
+def _joined(name: str, parts: list[tuple[Range, torch.Tensor]]) -> torch.Tensor:
+    """Put an adapter tensor's pieces together; TransferError when they leave a gap or lie on one another."""
+    shape = tuple(
+        max(s + n for s, n in axis) for axis in zip(*(zip(*place, strict=True) for place, _ in parts), strict=True)
+    )
+    if sum(tensor.numel() for _, tensor in parts) != prod(shape):
+        message = f"the pieces of adapter tensor {name!r} do not make up a whole of shape {list(shape)}"
+        raise TransferError(message, phase="finish")
+    if len(parts) == 1:
+        return parts[0][1]
+    whole = torch.empty(shape, dtype=parts[0][1].dtype, device=parts[0][1].device)
+    for (start, size), tensor in parts:
+        view = whole
+        for axis, (at, n) in enumerate(zip(start, size, strict=True)):
+            view = view.narrow(axis, at, n)
+        view.copy_(tensor)
+    return whole
