@@ -183,6 +183,21 @@ def test_unreadable_dist_warns_and_is_looked_at_again(dists):
     assert [info.name for info in mine(Registry())] == ["broken", "good"]
 
 
+@pytest.mark.parametrize("text", [None, "Metadata-Version: 2.1\n", "Name: zz-broken\n"])
+def test_dist_without_name_or_version_spoils_nothing(dists, text):
+    dists.add("good")
+    file = dists.add("broken") / "zz_broken-1.0.dist-info" / "METADATA"
+    file.unlink() if text is None else file.write_text(text)
+    with pytest.warns(PluginWarning, match="metadata cannot be read"):
+        assert [info.name for info in mine(Registry())] == ["good"]
+
+
+def test_folder_that_is_not_called_after_its_project_counts(dists):
+    site = dists.add("good")
+    (site / "zz_good-1.0.dist-info").rename(site / "unlike-1.0.dist-info")
+    assert Registry().backend("good").name == "good"
+
+
 def test_other_projects_broken_metadata_is_none_of_ours(dists):
     dists.add("good")
     site = dists.add("other", entries={"console_scripts": {"x": "y"}})

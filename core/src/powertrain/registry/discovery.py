@@ -123,7 +123,10 @@ def _read(dist: metadata.Distribution) -> _Dist | None:
     text = dist.read_text("entry_points.txt")
     if not text or _PREFIX not in text:
         return None
-    name, version, path = dist.metadata["Name"], dist.version, _location(dist)
+    name, version, path = dist.metadata["Name"], dist.metadata["Version"], _location(dist)
+    if not name or not version:
+        message = "no Name or no Version"
+        raise ValueError(message)
     plugins = {
         (entry.group, entry.name, entry.value): PluginInfo(entry.name, entry.group, entry.value, name, version, path)
         for entry in dist.entry_points
@@ -138,10 +141,10 @@ def _effective(copies: list[_Dist]) -> Iterable[PluginInfo]:
     In one folder dist-info goes before a left-over egg-info, and the newer version before an older. A plugin that
     only a later copy names is told as hidden, since the modules that would be imported are the first copy's.
     """
-    front = metadata.distribution(copies[0].name)
-    here = [copy for copy in copies if copy.path == _location(front)]
+    version, path = _front(copies)
+    here = [copy for copy in copies if copy.path == path]
     chosen = max(here, key=_age) if here else None
-    version, path = (chosen.version, chosen.path) if chosen else (front.version, _location(front))
+    version = chosen.version if chosen else version
     result = {(info.group, info.name, info.module): info for info in (chosen.plugins if chosen else ())}
     names = {(info.group, info.name) for info in result.values()}
     for copy in copies:
@@ -150,6 +153,15 @@ def _effective(copies: list[_Dist]) -> Iterable[PluginInfo]:
                 detail = f"hidden: {info.dist} {version} at {path} comes first on sys.path and does not have it"
                 result.setdefault((info.group, info.name, info.module), replace(info, status="hidden", detail=detail))
     return result.values()
+
+
+def _front(copies: list[_Dist]) -> tuple[str, str]:
+    """Return version and folder of the project's first sighting on `sys.path`, with or without plugins of ours."""
+    try:
+        front = metadata.distribution(copies[0].name)
+    except metadata.PackageNotFoundError:  # the folder is not called after the project
+        return copies[0].version, copies[0].path
+    return front.version, _location(front)
 
 
 def _age(copy: _Dist) -> tuple[bool, list[int], str]:

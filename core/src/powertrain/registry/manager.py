@@ -178,7 +178,8 @@ class Registry:
                 return info
         for info in same:
             if info.status == "duplicate":
-                cause = f"two dists have this name, {info.detail}; uninstall one or set {ALLOW_VARIABLE} to the other"
+                way = f"uninstall one, or name the wished dist, and all else you use, in {ALLOW_VARIABLE}"
+                cause = f"more than one dist has this name, it is {info.detail}; {way}"
                 raise fail(info, "duplicate", cause)
         for info in same:
             if info.status == "blocked":
