@@ -1,0 +1,238 @@
+"""The environment of every process that powertrain starts, built in one place and whole before the process begins.
+
+Order, weakest first: built-in defaults, what is inherited, launcher, backend's needs, recipe, facts (determinism,
+rank, devices), the user's explicit mapping. The user's mapping always wins; where it contradicts a guarantee that
+the same user asked for, that is an `EnvironmentConflictError` instead of a silent choice. Rank variables of the
+parent's own world are never inherited.
+
+Variables such as `PYTHONHASHSEED` and `CUBLAS_WORKSPACE_CONFIG` are read once, when an interpreter starts or a
+library makes its first handle, so they belong into a worker's spec; `assert_determinism` tells from inside the
+started process whether they were there in time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from powertrain.errors import ConfigError, EnvironmentConflictError
+
+Layer = Mapping[str, Any]
+"""Variable name -> value; values are text or numbers, numbers become text."""
+
+_RANK_VARIABLE: Final = re.compile(
+    r"(RANK|WORLD_SIZE|NODE_RANK|LOCAL_RANK|LOCAL_WORLD_SIZE|LOCAL_SIZE|CROSS_RANK|CROSS_SIZE|MASTER_ADDR|MASTER_PORT"
+    r"|GROUP_.*|ROLE_.*|TORCHELASTIC_.*|PET_.*"
+    r"|PMI_.*|PMIX_.*|OMPI_COMM_WORLD_.*|OMPI_UNIVERSE_SIZE|MPI_LOCAL.*|MV2_COMM_WORLD_.*|JSM_NAMESPACE_.*|PALS_.*"
+    r"|SLURM_PROCID|SLURM_LOCALID|SLURM_NODEID|SLURM_GTIDS|SLURM_TASK_PID)"
+)
+_RENDEZVOUS: Final = frozenset({"MASTER_ADDR", "MASTER_PORT"})
+_HASH_SEED: Final = "PYTHONHASHSEED"
+
+
+@dataclass(frozen=True, slots=True)
+class _Promise:
+    """One determinism variable: the value given when there is none, which others hold the promise too, in words."""
+
+    default: str
+    holds: Callable[[str], bool]
+    allowed: str
+
+
+def _is_hash_seed(value: str) -> bool:
+    return value.isdecimal() and int(value) < 2**32
+
+
+_DETERMINISM: Final[Mapping[str, _Promise]] = {
+    "CUBLAS_WORKSPACE_CONFIG": _Promise(":4096:8", lambda value: value in {":4096:8", ":16:8"}, ":4096:8 or :16:8"),
+    _HASH_SEED: _Promise("0", _is_hash_seed, "a fixed number from 0 to 4294967295"),
+    "NCCL_ALGO": _Promise("Ring", bool, "a named algorithm such as Ring"),
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": _Promise("0", lambda value: value == "0", "0"),
+    "FLASH_ATTENTION_DETERMINISTIC": _Promise("1", lambda value: value == "1", "1"),
+}
+
+
+def is_rank_variable(name: str) -> bool:
+    """Tell whether a variable says which rank of which world a process is (torchrun, MPI, Slurm and their kin)."""
+    return _RANK_VARIABLE.fullmatch(name) is not None
+
+
+def default_variables(*, cores: int | None = None, ranks_on_host: int = 1) -> dict[str, str]:
+    """Return the built-in defaults: the host's cores shared out among its ranks, passive waiting, unbuffered output.
+
+    cores: cores that this host may use (None: those of this process). ranks_on_host: processes that compute on it at
+    the same time, of all engines. Waiting threads that spin cost a shared host most of its speed, hence PASSIVE.
+    """
+    if cores is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {
+        "OMP_NUM_THREADS": str(max(1, cores // max(1, ranks_on_host))),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def rank_variables(
+    rank: int, world: int, local_rank: int, local_world: int, master_addr: str, master_port: int
+) -> dict[str, str]:
+    """Return what `torch.distributed`'s env rendezvous reads; for training workers only.
+
+    All ranks of one engine get the same address and port, each engine a port of its own.
+    """
+    if not (0 <= rank < world and 0 <= local_rank < local_world <= world):
+        message = f"rank {rank} of {world} (local {local_rank} of {local_world}) is outside its world"
+        raise ConfigError(message)
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world),
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": str(master_port),
+    }
+
+
+def determinism_variables(seed: int, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return every variable that determinism needs, with values from `inherited` kept where they keep the promise.
+
+    EnvironmentConflictError names each one in `inherited` that breaks it.
+    """
+    values = {name: promise.default for name, promise in _DETERMINISM.items()}
+    values[_HASH_SEED] = str(seed % 2**32)
+    values.update((name, inherited[name]) for name in _DETERMINISM if name in inherited)
+    problems = check_determinism(values)
+    if problems:
+        raise EnvironmentConflictError("\n".join(problems))
+    return values
+
+
+def check_determinism(
+    environ: Mapping[str, str] | None = None, *, at_start: Mapping[str, str] | None = None
+) -> list[str]:
+    """Return one sentence for each variable that breaks the promise of determinism; empty when all is well.
+
+    environ: None looks at this process, and also at what it was started with: a variable that was set only later
+    came too late for whatever reads it once. Given a mapping, only `at_start` (if given) is compared.
+    """
+    if environ is None:
+        environ, at_start = os.environ, start_environment() if at_start is None else at_start
+    problems = []
+    for name, promise in _DETERMINISM.items():
+        value = environ.get(name)
+        if value is None:
+            problems.append(f"{name} is not set; determinism needs {promise.allowed}")
+        elif not promise.holds(value):
+            problems.append(f"{name}={value!r} contradicts the determinism asked for, which needs {promise.allowed}")
+        elif at_start is not None and at_start.get(name) != value:
+            before = f"{at_start[name]!r}" if name in at_start else "not set"
+            problems.append(f"{name}={value!r} came too late: it was {before} when the process started")
+    return problems
+
+
+def assert_determinism(environ: Mapping[str, str] | None = None) -> None:
+    """Raise EnvironmentConflictError for what `check_determinism` finds; a worker calls it before heavy imports."""
+    problems = check_determinism(environ)
+    if problems:
+        raise EnvironmentConflictError("\n".join(problems))
+
+
+def start_environment() -> dict[str, str] | None:
+    """Return the environment that this process was started with, whatever has been set since; None if not known.
+
+    Linux only. Programs that rewrite their process title overwrite it, so it is read early.
+    """
+    try:
+        block = Path("/proc/self/environ").read_bytes()
+    except OSError:
+        return None
+    pairs = (entry.partition("=") for entry in os.fsdecode(block).split("\0") if "=" in entry)
+    return {name: value for name, _, value in pairs}
+
+
+def build_environment(
+    *,
+    inherited: Mapping[str, str] | None = None,
+    launcher: Layer | None = None,
+    backend: Layer | None = None,
+    recipe: Layer | None = None,
+    user: Layer | None = None,
+    deterministic: bool = False,
+    seed: int = 0,
+    rank: Mapping[str, str] | None = None,
+    devices: Mapping[str, str] | None = None,
+    cores: int | None = None,
+    ranks_on_host: int = 1,
+) -> dict[str, str]:
+    """Return the whole environment of one process, all values text.
+
+    inherited: None inherits this process's environment, `{}` inherits nothing; the layers apply either way. launcher,
+    backend, recipe: layers in rising order. user: the user's explicit mapping, applied last. deterministic, seed: add
+    the variables of `determinism_variables`. rank: what `rank_variables` gave for a training worker; None for an
+    inference server, which then has no rank at all. devices: the variables that narrow the visible cards.
+
+    ConfigError for a name or value that no environment can hold; EnvironmentConflictError with one line for every
+    explicit value that contradicts determinism, rank or devices.
+    """
+    explicit = _texts(user, "your env")
+    base = {name: value for name, value in _inherit(inherited).items() if not is_rank_variable(name)}
+    if deterministic:
+        # A test runner or shell may have drawn it at random; two runs shall agree all the same.
+        base.pop(_HASH_SEED, None)
+    env = {**default_variables(cores=cores, ranks_on_host=ranks_on_host), **base}
+    for name, layer in (("launcher", launcher), ("backend", backend), ("recipe", recipe)):
+        env.update(_texts(layer, f"the {name}'s environment"))
+    problems = _contradictions(explicit, rank or {}, devices or {})
+    if deterministic:
+        try:
+            env.update(determinism_variables(seed, {**env, **explicit}))
+        except EnvironmentConflictError as exc:
+            problems.append(str(exc))
+    if problems:
+        raise EnvironmentConflictError("\n".join(problems))
+    return {**env, **(rank or {}), **(devices or {}), **explicit}
+
+
+def _inherit(inherited: Mapping[str, str] | None) -> dict[str, str]:
+    return dict(os.environ) if inherited is None else _texts(inherited, "the inherited environment")
+
+
+def _contradictions(explicit: Mapping[str, str], rank: Mapping[str, str], devices: Mapping[str, str]) -> list[str]:
+    """List the user's values that differ from this process's rank and cards, or give a rank to one that has none."""
+    problems = [
+        f"{name}={explicit[name]!r} in your env contradicts {name}={value!r}, {origin}"
+        for facts, origin in (
+            (rank, "this worker's rank; leave it out of your env"),
+            (devices, "the cards that the layout gives this process; export it before the run starts to choose cards"),
+        )
+        for name, value in facts.items()
+        if explicit.get(name, value) != value
+    ]
+    problems.extend(
+        f"{name}={value!r} in your env contradicts that this process has no {'such rank variable' if rank else 'rank'}"
+        "; leave it out of your env"
+        for name, value in explicit.items()
+        if is_rank_variable(name) and name not in rank and (rank or name not in _RENDEZVOUS)
+    )
+    return problems
+
+
+def _texts(layer: Layer | None, where: str) -> dict[str, str]:
+    """Return the layer with text values; ConfigError for what has no single obvious text or cannot be passed on."""
+    texts: dict[str, str] = {}
+    for name, value in (layer or {}).items():
+        if not isinstance(name, str) or not name or "=" in name or "\0" in name:
+            message = f"{where}: {name!r} cannot be a variable's name"
+            raise ConfigError(message)
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            message = f"{where}: {name} is {value!r}; write the exact text in quotes"
+            raise ConfigError(message)
+        texts[name] = str(value)
+        if "\0" in texts[name]:
+            message = f"{where}: the value of {name} holds a zero byte"
+            raise ConfigError(message)
+    return texts
