@@ -1,0 +1,1 @@
+"""The launcher that core brings: processes on this host."""

@@ -1,0 +1,33 @@
+"""Hooks of the built-in launcher `local`."""
+
+from __future__ import annotations
+
+from powertrain.hookspecs import hookimpl
+from powertrain.options import OptionSpec
+from powertrain.specs import LauncherSpec
+
+
+@hookimpl
+def powertrain_launcher() -> LauncherSpec:
+    """Describe the launcher that starts every process on the driver's own host."""
+    return LauncherSpec(
+        name="local",
+        launcher="powertrain.launch.local:LocalLauncher",
+        summary="processes on this host, each watched by a small parent of its own",
+        options=(
+            OptionSpec(
+                name="grace",
+                type="float",
+                default=10.0,
+                minimum=0,
+                help="seconds between asking a process to end and killing it",
+            ),
+            OptionSpec(
+                name="start_timeout",
+                type="float",
+                default=600.0,
+                minimum=0,
+                help="seconds that a worker or server may take to become ready; first starts compile",
+            ),
+        ),
+    )
