@@ -136,7 +136,7 @@ class BoxSink(WeightSink):
                 place = (piece.start, tuple(piece.tensor.shape))
                 self._adapter.setdefault(piece.name, []).append((place, piece.tensor.clone()))
             return
-        self._unshare()
+        self.unshare()
         on_device = False
         with torch.no_grad():
             for piece in pieces:
@@ -227,9 +227,15 @@ class BoxSink(WeightSink):
             message = f"weights have changed under version {self.version}; push first"
             raise StateError(message)
 
-    def _unshare(self) -> None:
-        """Before a copy: give every storage memory of its own, so that nothing is written into the trainer's."""
+    def unshare(self) -> None:
+        """Give every storage memory of its own, so that nothing is written into the trainer's; before a copy or a move.
+
+        Weights that have changed since they were published are neither the old nor a new version: unfit.
+        """
         if self._shared is not None:
+            if self._shared.changes() != self._changes:
+                self._intact = False
+                self._state = "unfit" if self._state == "steady" else self._state
             for tensor in {id(t): t for t in self._tensors.values()}.values():
                 tensor.data = tensor.detach().clone()
             self._shared = None

@@ -1,0 +1,65 @@
+"""The specs of core's own transfers, `local` and `shm`; plain and torch-free."""
+
+from __future__ import annotations
+
+from powertrain.hookspecs import hookimpl
+from powertrain.options import OptionSpec
+from powertrain.specs import TransferSpec
+
+_TORCH = {"requires": ("torch",), "install": "pip install 'powertrain[torch]'"}
+
+LOCAL = TransferSpec(
+    name="local",
+    driver="powertrain.tensors.local:LocalTransfer",
+    source="powertrain.tensors.local:LocalSource",
+    sink="powertrain.tensors.local:LocalSink",
+    reach=("process",),
+    rank=10,
+    summary="both engines in one process: shared storage in synchronous runs, else a copy",
+    options=(
+        OptionSpec(
+            name="share",
+            default="auto",
+            choices=("auto", "yes", "no"),
+            help="Let the inference engine use the trainer's own memory; auto does so in synchronous runs.",
+        ),
+        OptionSpec(
+            name="synchronous",
+            type="bool",
+            default=False,
+            help="Set by the recipe: no request is ever in flight while the trainer steps.",
+        ),
+    ),
+    **_TORCH,
+)
+
+SHM = TransferSpec(
+    name="shm",
+    driver="powertrain.tensors.shm:ShmTransfer",
+    source="powertrain.tensors.shm:ShmSource",
+    sink="powertrain.tensors.shm:ShmSink",
+    reach=("host", "process"),
+    rank=20,
+    summary="one staging area in shared memory, written once by the trainer's ranks and read by every engine",
+    options=(
+        OptionSpec(
+            name="bucket_mb",
+            type="int",
+            default=1024,
+            minimum=1,
+            help="Most MiB of one bucket; the staging area holds two, or as many as the weights need if fewer.",
+        ),
+        OptionSpec(
+            name="folder",
+            default=None,
+            help="Folder in memory for the staging area; none is /dev/shm, or the folder for temporary files without it.",
+        ),
+    ),
+    **_TORCH,
+)
+
+
+@hookimpl
+def powertrain_transfer() -> list[TransferSpec]:
+    """Describe both transfers."""
+    return [LOCAL, SHM]

@@ -1,0 +1,1 @@
+"""transformers in this process as an inference engine of powertrain."""
