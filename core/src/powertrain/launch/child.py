@@ -111,7 +111,7 @@ def _supervise(target: int, control: int, wake: int, parent: int, stops: list[in
 
 
 def _reap(target: int) -> tuple[int | None, bool]:
-    """Collect everything that has ended; returns the target's wait status (None: not yet) and whether children are left."""
+    """Collect everything that has ended; returns the target's wait status (None: not yet) and if children are left."""
     found = None
     try:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
