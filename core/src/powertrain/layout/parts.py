@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from powertrain.registry import Registry
 
 PART_OPTIONS: Final = (
-    OptionSpec(name="python", type="str", help="interpreter that runs this part's workers; the driver's own if not given"),
+    OptionSpec(
+        name="python", type="str", help="interpreter that runs this part's workers; the driver's own if not given"
+    ),
     OptionSpec(name="frozen", type="bool", default=False, help="this part gets no weight updates (judge, reference)"),
     OptionSpec(name="inline", type="bool", help="live in the driver's process (one rank only); chosen if not given"),
 )
@@ -111,10 +113,16 @@ class Part:
         if self.expert_axes is not None:
             sizes = self.expert_axes
             return Expert(sizes.get("e", 1), sizes.get("t", 1), sizes.get("d", 1))
-        ep, etp = self.axes.get("e", 1), self.options.get("etp") or 1
+        ep, etp = self.axes.get("e", 1), self.etp
         if ep == 1 and etp == 1:
             return None
         return Expert(ep, etp, self.cards_per_instance // (self.axes.get("p", 1) * etp * ep))
+
+    @property
+    def etp(self) -> int:
+        """Tensor size of the expert layers where no section says it: the backend's option of that name, else 1."""
+        given = self.options.get("etp")
+        return given if isinstance(given, int) and given > 0 else 1
 
     @property
     def frozen(self) -> bool:
@@ -156,7 +164,7 @@ class Part:
         return Place(self.first_card + rank, instance, inner, dict(reversed(coordinates.items())))
 
     def _rank_axes(self) -> list[AxisSpec]:
-        axes = [axis for axis in self.spec.axis_table().values() if axis.world]
+        axes = [axis for axis in self.spec.axis_table().values() if in_attn(axis)]
         return sorted(axes, key=lambda axis: not axis.instances)
 
     def to_mapping(self) -> dict[str, Any]:
@@ -259,6 +267,11 @@ class Layout:
         return layout_text(self.to_mapping())
 
 
+def in_attn(axis: AxisSpec) -> bool:
+    """True for an axis that multiplies the world of a part; the others lie within those."""
+    return axis.world and axis.section != "ffn"
+
+
 def _shown(axes: Mapping[str, int]) -> dict[str, int]:
     """Return the axes that are written: the first one always, the others where they are not 1; `d t p c e` first."""
     names = sorted(axes, key=lambda name: _ORDER.index(name) if name in [*_ORDER] else len(_ORDER))
@@ -273,8 +286,8 @@ def layout_text(mapping: Mapping[str, Any]) -> str:
 def part_text(part: Mapping[str, Any]) -> str:
     """Return the config string of one part's mapping."""
     text: str = part["backend"] + (f"[{part['name']}]" if part.get("name") else "")
-    dims = _dims(part.get("axes", {}))
-    text += f":(attn:{dims}|ffn:{_dims(part['expert_axes'])})" if "expert_axes" in part else f":{dims}"
+    dims = _dims(part.get("axes") or {})
+    text += f":(attn:{dims}|ffn:{_dims(part['expert_axes'])})" if part.get("expert_axes") is not None else f":{dims}"
     options = part.get("options") or {}
     if options:
         text += "?" + "&".join(f"{name}={value_text(value)}" for name, value in options.items())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from dataclasses import dataclass, field
-from typing import Final, NoReturn
+from typing import Final
 
 from powertrain.errors import LayoutError
 from powertrain.options import nearest
@@ -18,9 +18,10 @@ SECTIONS: Final = ("attn", "ffn")
 WORD: Final = re.compile(r"[^\s:\[\]()|+?&=']+")
 NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 MAX_LENGTH: Final = 10_000
-_DIM: Final = re.compile(r"([^\W\d]+)([0-9]*)")
+AXIS: Final = re.compile(r"[^\W\d]+")
+KEY: Final = re.compile(r"[\w.-]+")
+_DIM: Final = re.compile(AXIS.pattern.join("()") + r"([0-9]*)")
 _BRACKET: Final = re.compile(r"\[([^\[\]|+:?()]*)(\]?)")
-_KEY: Final = re.compile(r"[\w.-]+")
 _QUOTED: Final = re.compile(r"'((?:[^']|'')*)'")
 _BARE: Final = re.compile(r"[^&|+\s']*")
 _VIA: Final = re.compile(r"via(?!\w)\s*")
@@ -47,7 +48,9 @@ class RawOption:
 
 @dataclass(slots=True)
 class RawPart:
-    """One part as written. sections: dims by section, `""` where there are no brackets; broken: its dims had a fault.
+    """One part as written. sections: dims by section, `""` without brackets; a missing number is empty text.
+
+    broken: something in it could not be read.
 
     missing: offset at which dims should have stood, or None.
     """
@@ -75,13 +78,13 @@ class Problems:
         if (at, message) not in self._found:
             self._found.append((at, message))
 
+    def __len__(self) -> int:
+        return len(self._found)
+
     def check(self) -> None:
         """Raise `LayoutError` with everything noted, in the order of the text; do nothing when there is nothing."""
-        if self._found:
-            self.fail()
-
-    def fail(self) -> NoReturn:
-        """Raise `LayoutError` with everything noted."""
+        if not self._found:
+            return
         found = sorted(self._found, key=lambda item: item[0])
         count = "1 fault" if len(found) == 1 else f"{len(found)} faults"
         raise LayoutError([f"{message}\n{self._quote(at)}" for at, message in found], heading=f"layout has {count}:")
@@ -102,7 +105,9 @@ def read(text: str, problems: Problems) -> list[list[RawPart]]:
         return []
     bad = re.search("[\ud800-\udfff]", text)
     if bad:
-        problems.add(bad.start(), f"character {bad.group()!a} is half of a surrogate pair and cannot be written anywhere")
+        problems.add(
+            bad.start(), f"character {bad.group()!a} is half of a surrogate pair and cannot be written anywhere"
+        )
         return []
     groups = []
     for chunks in _split(text):
@@ -147,7 +152,7 @@ class _Reader:
         self._blank()
         if self.pos == self.end:
             at = self.end if self.end < len(self.text) or not self.start else self.start - 1
-            whole = "the layout is empty; write for example 'fsdp:d1|hf:d1'"
+            whole = "the layout is empty; write for example 'BACKEND:d1'"
             self.problems.add(at, whole if not self.text.strip() else f"a part is missing beside {self.text[at]!r}")
             return None
         word = self._match(WORD)
@@ -163,10 +168,11 @@ class _Reader:
             if self._peek() == "(":
                 self._sections(part)
             else:
-                part.sections[""], part.sections_at[""] = self._dims(part), self.pos
+                part.sections_at[""] = self.pos
+                part.sections[""] = self._dims(part)
         else:
             part.missing, part.broken = self.pos, True
-            self.pos = min((i for i in (self.text.find("?", self.pos, self.end),) if i >= 0), default=self.end)
+            self.pos = self._next("?")
         self._rest("?", part)
         if self._take("?"):
             self._options(part)
@@ -193,15 +199,20 @@ class _Reader:
     def _rest(self, stops: str, part: RawPart) -> None:
         """Complain about what stands before the next of `stops`, the word `via` or the end, and skip it."""
         self._blank()
-        if self.pos == self.end or self._peek() in [*stops] or (stops and self._match(_VIA)):
+        if self.pos == self.end or self._peek() in [*stops] or (stops == "?" and self._match(_VIA)):
             return
         piece = self.text[self.pos : self.end].strip()
         self.problems.add(self.pos, f"unexpected {piece if len(piece) <= 20 else piece[:20] + '…'!r}")
         part.broken = True
+        self.pos = self._next(stops)
+
+    def _next(self, stops: str) -> int:
+        """Return the offset of the next of `stops`, or the part's end."""
         places = [self.text.find(stop, self.pos, self.end) for stop in stops]
-        self.pos = min((place for place in places if place >= 0), default=self.end)
+        return min((place for place in places if place >= 0), default=self.end)
 
     def _name(self, part: RawPart) -> None:
+        self._blank()
         found = self._match(_BRACKET)
         if found is None:
             return
@@ -220,14 +231,10 @@ class _Reader:
         begin = self.pos
         while found := self._match(_DIM):
             self.pos = found.end()
-            if found.group(2):
-                dims.append((Word(found.group(1), found.start()), Word(found.group(2), found.start(2))))
-            elif found.group(1) == "via" and begin == found.start():
+            if found.group() == "via" and begin == found.start():
                 self.pos = begin
                 break
-            else:
-                self.problems.add(self.pos, f"axis {found.group(1)!r} has no number; write {found.group(1) + '1'!r}")
-                part.broken = True
+            dims.append((Word(found.group(1), found.start()), Word(found.group(2), found.start(2))))
         if self.pos == begin:
             part.missing, part.broken = begin, True
         return dims
@@ -237,8 +244,8 @@ class _Reader:
         self.pos += 1
         while True:
             self._blank()
-            word = self._match(WORD) or self._match(re.compile(""))
-            name, at = (word.group(), self.pos) if word else ("", self.pos)
+            word, at = self._match(WORD), self.pos
+            name = word.group() if word else ""
             self.pos += len(name)
             if name not in SECTIONS:
                 self.problems.add(at, f"unknown section {name!r}{nearest(name, SECTIONS)}; there are attn and ffn")
@@ -266,7 +273,7 @@ class _Reader:
     def _options(self, part: RawPart) -> None:
         while True:
             self._blank()
-            key = self._match(_KEY)
+            key = self._match(KEY)
             if key is None:
                 self.problems.add(self.pos, "an option is missing here; write 'name=value'")
                 return

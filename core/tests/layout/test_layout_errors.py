@@ -1,0 +1,246 @@
+"""Refusals: every fault at once, each with the line, a caret under the character, and a way out."""
+
+import subprocess
+import sys
+
+import pytest
+
+from powertrain.errors import ConfigError, LayoutError, PluginError
+from powertrain.layout import parse_layout
+
+ONE_FAULT = [
+    ("vlm:d2", 0, "unknown backend 'vlm' (did you mean 'vllm'?); there are: acme, fsdp,"),
+    ("hf:d2|fsdp:d2q4", 13, "backend 'fsdp' has no axis 'q'; it has: d (data parallel), t (tensor"),
+    ("fsdp:d2e4", 7, "backend 'fsdp' has no axis 'e'"),
+    ("fsdp:D4", 5, "no axis 'D' (did you mean 'd'?)"),
+    ("acme:rng2pair2", 5, "no axis 'rng' (did you mean 'ring'?)"),
+    ("fsdp:d2t2d2", 9, "axis 'd' stands there twice"),
+    ("fsdp:d0", 6, "axis 'd' has size 0; the least allowed is 1"),
+    ("fsdp:d2t", 8, "axis 't' has no number; write 't1'"),
+    ("fsdp:dt2", 6, "axis 'd' has no number; write 'd1'"),
+    ("fsdp:d70000", 6, "axis 'd' has size 70000; the most allowed is 65536"),
+    ("fsdp:d" + "9" * 80, 6, "axis 'd' has size 999999999…; the most allowed is 65536"),
+    ("fsdp:d65536t2", 5, "part 'fsdp' has 131072 cards; the most allowed is 65536"),
+    ("nine:n1t4", 8, "axis 't' has size 4; the most allowed is 3"),
+    ("acme:d2pair1", 11, "axis 'pair' has size 1; the least allowed is 2"),
+    ("acme:d2", 5, "axis 'pair' is not given; it needs at least 2"),
+    ("acme:d2pair2s3", 12, "axis 's' has size 3, which does not divide the world 4"),
+    ("hf", 2, "sizes are missing; write for example 'hf:d1'"),
+    ("hf:", 3, "sizes are missing; write for example 'hf:d1'"),
+    ("hf: via shm|fsdp:d1", 4, "sizes are missing; write for example 'hf:d1'"),
+    ("nine+fsdp:d1", 4, "sizes are missing; write for example 'nine:n1'"),
+    ("", 0, "the layout is empty"),
+    ("  \t ", 4, "the layout is empty"),
+    ("fsdp:d2|", 7, "a part is missing beside '|'"),
+    ("fsdp:d2||hf:d2", 8, "a part is missing beside '|'"),
+    ("+hf:d2", 0, "a part is missing beside '+'"),
+    (":d2", 0, "a backend's name is missing before ':'"),
+    ("fsdp[a:d2", 4, "bracket '[' is not closed"),
+    ("fsdp[]:d2", 5, "'' cannot be a name"),
+    ("fsdp[1a]:d2", 5, "'1a' cannot be a name"),
+    ("megatron:(attn:d2|ffn:e2", 9, "bracket '(' is not closed"),
+    ("megatron:(attn:d2|ffn:e2+hf:d1", 9, "bracket '(' is not closed"),
+    ("megatron:(attn:d2|fnn:e2)", 18, "unknown section 'fnn' (did you mean 'ffn'?); there are attn and ffn"),
+    ("megatron:(attn:d2|attn:d2)", 18, "section 'attn' stands there twice"),
+    ("megatron:(attn:d2)", 9, "section 'ffn' is missing"),
+    ("megatron:(attn:d2|ffn)", 21, "sizes are missing"),
+    ("megatron:(attn:d2e2|ffn:d2)", 17, "axis 'e' belongs to the expert layers; attn takes: p, d, c, t"),
+    ("megatron:(attn:d2|ffn:c2)", 22, "axis 'c' does not exist in expert layers; ffn takes: p, d, t, e"),
+    ("megatron:(attn:d4|ffn:d1e2)", 18, "attn has 4 ranks and ffn has 2"),
+    ("megatron:(attn:d2|ffn:d2)?etp=2", 30, "option 'etp' is 2 and ffn has t1; drop the option"),
+    ("fsdp:(attn:d2|ffn:d2)", 6, "backend 'fsdp' has no sections"),
+    ("sglang:(attn:d2|ffn:d2)", 8, "backend 'sglang' has no sections"),
+    ("fsdp:d2)", 7, "unexpected ')'"),
+    ("fsdp:d2 d4", 8, "unexpected 'd4'"),
+    ("fsdp:d2-x", 7, "unexpected '-x'"),
+    ("fsdp:d2'a", 7, 'unexpected "\'a"'),
+    ("fsdp:d2?note='a|hf:d0", 13, "quote ' is not closed"),
+    ("fsdp:d2?note=a'b", 14, 'unexpected "\'b"'),
+    ("fsdp:d2?note=", 13, "a value is missing; an empty one is written ''"),
+    ("fsdp:d2?note", 12, "option 'note' has no value; write 'note=value'"),
+    ("fsdp:d2?", 8, "an option is missing here"),
+    ("fsdp:d2?lr=1&", 13, "an option is missing here"),
+    ("fsdp:d2?nte=1", 8, "backend 'fsdp' has no option 'nte' (did you mean 'note'?); it has: dtype,"),
+    ("fsdp:d2?lr=1&lr=2", 13, "option 'lr' stands there twice"),
+    ("fsdp:d2?lr=fast", 11, "option 'lr' needs a value of type float, got 'fast'"),
+    ("fsdp:d2?lr=nan", 11, "option 'lr' takes finite numbers"),
+    ("fsdp:d2?extra='{\"a\": 1e999}'", 14, "option 'extra' takes finite numbers"),
+    ("fsdp:d2?dtype=fp16", 14, "option 'dtype' is 'fp16'; it takes bf16, fp32"),
+    ("vllm:d1?gpu_memory_utilization=1.5", 31, "the most allowed is 1"),
+    ("fsdp:d2?inline=true", 15, "inline engines have 1 rank; part 'fsdp' has 2"),
+    ("hf:d1?inline=true&python=/x", 13, "cannot be inline and have an interpreter of its own"),
+    ("fsdp:d2 via", 11, "a transfer's name is missing after 'via'"),
+    ("fsdp:d2|hf:d2 via shn", 18, "unknown transfer 'shn' (did you mean 'shm'?); there are: local, shm,"),
+    ("fsdp:d2 via shm", 12, "part 'fsdp' has no partner to exchange weights with"),
+    ("fsdp:d1|vllm[a]:d1+hf[b]:d1?frozen=on via shm", 42, "part 'b' is frozen and gets no weights"),
+    ("fsdp:d2 via ipc|vllm:d2 via shm", 28, "the pair 'fsdp', 'vllm' has two transfers, ipc and shm"),
+    ("fsdp[a]:d2+fsdp:d2", 11, "2 parts have the role train, so each needs a name: 'fsdp[actor]:…'"),
+    ("vllm:d1+hf[b]:d1", 0, "2 parts have the role infer, so each needs a name: 'vllm[rollout]:…'"),
+    ("fsdp[a]:d2|fsdp[a]:d2", 16, "two parts have the name 'a'; names are unique"),
+    ("fsdp:d2|vllm[fsdp]:d2", 13, "two parts have the name 'fsdp'"),
+    ("fsdp:d2\u00b2", 7, "backend 'fsdp' has no axis '\u00b2'"),
+]
+
+
+@pytest.mark.parametrize(("text", "at", "message"), ONE_FAULT, ids=[text[:40] or "empty" for text, *_ in ONE_FAULT])
+def test_fault_is_pointed_at(faults, text, at, message):
+    if "\t" in text:
+        text = text.replace("\t", " ")
+    found = faults(text)
+    assert [place for place, _ in found] == [at], found
+    assert message in found[0][1]
+
+
+def test_all_faults_are_told_at_once(faults):
+    found = faults("vlm[x]:d2d3|fsdp:t0q2?lr=abc&nte=4+hf+megatron[x]:d4p2e8 via shn")
+    assert [at for at, _ in found] == [0, 9, 12, 18, 19, 25, 29, 37, 47, 54, 61]
+
+
+def test_unequal_sections_are_told_together(faults):
+    messages = [message for _, message in faults("megatron:(attn:d2p2|ffn:d1)")]
+    assert messages == [
+        "attn has p2 and ffn has p1; pipeline sizes are equal",
+        "attn has 4 ranks and ffn has 1; both lie on the same cards, so these are equal",
+    ]
+
+
+def test_nameless_parts_are_all_told(faults):
+    assert [at for at, _ in faults("fsdp:d1+fsdp:d1+hf:d1")] == [0, 8]
+
+
+def test_message_holds_the_quoted_line():
+    with pytest.raises(LayoutError) as caught:
+        parse_layout("fsdp:d2|vlm:d2", specs={})
+    assert str(caught.value).splitlines() == [
+        "layout has 2 faults:",
+        "unknown backend 'fsdp'; there are: none",
+        "    fsdp:d2|vlm:d2",
+        "    ^",
+        "unknown backend 'vlm'; there are: none",
+        "    fsdp:d2|vlm:d2",
+        "            ^",
+    ]
+
+
+def test_caret_stands_under_wide_characters(parse):
+    with pytest.raises(LayoutError) as caught:
+        parse("fsdp[\u5bb6]:d0")
+    assert caught.value.problems[1].splitlines()[1:] == ["    fsdp[\u5bb6]:d0", "         \u3000   ^"]
+
+
+def test_long_line_is_cut_around_the_caret(parse):
+    with pytest.raises(LayoutError) as caught:
+        parse("fsdp:d1?note=" + "a" * 500 + "&nte=1&note2=" + "b" * 500)
+    _, line, pointer = caught.value.problems[0].splitlines()
+    assert len(line) < 130
+    assert line[pointer.index("^") :].startswith("nte=1")
+
+
+def test_unprintable_characters_are_quoted_as_blanks(parse):
+    with pytest.raises(LayoutError) as caught:
+        parse("fsdp:d2\x00\n\x1b")
+    assert caught.value.problems[0].endswith("    fsdp:d2   \n           ^")
+
+
+@pytest.mark.parametrize("text", ["fsdp:d1?note='" + "a" * 20_000 + "'", "+" * 20_000])
+def test_overlong_text_is_refused(parse, text):
+    with pytest.raises(LayoutError, match=r"characters; the most allowed is 10000"):
+        parse(text)
+
+
+def test_half_a_surrogate_pair_is_refused():
+    with pytest.raises(LayoutError, match="half of a surrogate pair"):
+        parse_layout("fsdp:d1?note='\ud800'", specs={})
+
+
+def test_deep_value_is_refused(parse):
+    with pytest.raises(LayoutError, match=r"option 'names'"):
+        parse("fsdp:d1?names=" + "[" * 9000)
+
+
+@pytest.mark.parametrize("value", [None, 3, b"fsdp:d1", ["fsdp:d1"]])
+def test_other_types_are_refused(value):
+    with pytest.raises(ConfigError, match="a config string or a mapping, not"):
+        parse_layout(value, specs={})
+
+
+class _Registry:
+    """Answers as a registry does whose plugin `bent` is installed and broken, and which has one more transfer."""
+
+    def __init__(self, specs):
+        self.specs = specs
+
+    def backend(self, name):
+        if name == "bent":
+            message = "plugin 'bent' (dist bent-dist 2.0) cannot be imported: No module named 'fancy'"
+            raise PluginError(message, plugin=name)
+        return self.specs[name]
+
+    def names(self, kind):
+        return {"transfer": ("shm", "pigeon")}[kind]
+
+
+def test_broken_plugin_is_told_beside_other_faults(faults, specs):
+    found = faults("bent:d2d2|fsdp:d0", registry=_Registry(specs))
+    assert [at for at, _ in found] == [0, 7, 16]
+    assert found[0][1] == "plugin 'bent' (dist bent-dist 2.0) cannot be imported: No module named 'fancy'"
+
+
+def test_installed_transfers_are_known(specs):
+    layout = parse_layout("fsdp:d1|hf:d1 via pigeon", registry=_Registry(specs))
+    assert layout.pairs[0].via == "pigeon"
+
+
+def test_installed_backends_are_looked_up_by_default(monkeypatch):
+    monkeypatch.setenv("POWERTRAIN_PLUGINS", "")
+    with pytest.raises(LayoutError, match="nosuch"):
+        parse_layout("nosuch:d1")
+
+
+BAD_MAPPINGS = [
+    ({}, "'groups' is a list of lists of parts"),
+    ({"groups": [], "group": 1}, r"unknown key 'group' \(did you mean 'groups'\?\)"),
+    ({"groups": ["fsdp:d1"]}, r"groups\[0\] is a list of parts, not str"),
+    ({"groups": [["fsdp:d1"]]}, r"groups\[0\]\[0\] is a mapping, not str"),
+    ({"groups": [[{"axes": {"d": 1}}]]}, r"groups\[0\]\[0\].backend is missing"),
+    ({"groups": [[{"backend": "fsdp:d1|hf", "axes": {"d": 1}}]]}, "not a backend's name"),
+    ({"groups": [[{"backend": "fsdp", "nam": "a", "axes": {}}]]}, r"unknown key 'nam' \(did you mean 'name'\?\)"),
+    ({"groups": [[{"backend": "fsdp", "name": "a]:d1", "axes": {}}]]}, r"\.name is 'a\]:d1', which is not a name"),
+    ({"groups": [[{"backend": "fsdp", "axes": 3}]]}, r"\.axes maps axes to sizes"),
+    ({"groups": [[{"backend": "fsdp", "axes": {"d": True}}]]}, "a whole number of ranks, not 'd': True"),
+    ({"groups": [[{"backend": "fsdp", "axes": {"d": -1}}]]}, "a whole number of ranks, not 'd': -1"),
+    ({"groups": [[{"backend": "fsdp", "axes": {"d": 10**5000}}]]}, "a whole number of ranks, not 'd': a int"),
+    ({"groups": [[{"backend": "fsdp", "axes": {"d": 1}, "options": 5}]]}, r"\.options maps names to values"),
+    ({"groups": [[{"backend": "fsdp", "axes": {"d": 1}, "options": {"note": {1}.__iter__}}]]}, "'note' has a value"),
+    ({"groups": [[{"backend": "fsdp", "axes": {"d": 1}, "options": {"note": 10**5000}}]]}, "'note' has a value"),
+    ({"groups": [[{"backend": "fsdp", "axes": {"d": 1}, "options": {"a&b": 1}}]]}, "'a&b' has a value"),
+    ({"groups": [[{"backend": "fsdp", "axes": {"d": 0}}]]}, "axis 'd' has size 0"),
+    ({"groups": [[{"backend": "fsdp"}]]}, "sizes are missing"),
+    ({"groups": [[{"backend": "fsdp", "axes": None}]]}, "sizes are missing"),
+    ({"groups": [[{"backend": "fsdp", "axes": {"d": 1}, "options": False}]]}, r"\.options maps names to values"),
+    ({"groups": []}, "the layout is empty"),
+    ({"groups": [[], [{"backend": "fsdp", "axes": {"d": 1}}]]}, "a part is missing"),
+]
+
+
+@pytest.mark.parametrize(("mapping", "message"), BAD_MAPPINGS, ids=range(len(BAD_MAPPINGS)))
+def test_bad_mapping_is_refused(parse, mapping, message):
+    with pytest.raises(LayoutError, match=message):
+        parse(mapping)
+
+
+def test_bad_mapping_tells_all(parse):
+    with pytest.raises(LayoutError) as caught:
+        parse({"groups": [[{"backend": 1, "via": 2}, {"backend": "hf", "axes": []}, 3]], "x": 1})
+    assert len(caught.value.problems) == 4
+
+
+def test_parsing_imports_nothing_heavy():
+    code = (
+        "import sys, powertrain as p\n"
+        "spec = p.BackendSpec(name='b', role='train', engine='x:y')\n"
+        "p.parse_layout('b:d2', specs={'b': spec})\n"
+        "print(sorted({'torch', 'numpy', 'rich', 'yaml', 'pluggy', 'powertrain.registry'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
