@@ -56,6 +56,11 @@ def log_of(launcher, name):
     return Path(launcher.logs, f"{name}.log")
 
 
+def whole_lines(log):
+    text = log.read_text()  # an unbuffered print writes its parts one by one
+    return text if text.endswith("\n") else ""
+
+
 def status_of(launcher, name):
     return {status.name: status for status in launcher.status()}[name]
 
@@ -161,7 +166,7 @@ FAMILY = """
 @pytest.mark.parametrize("main_dies", [True, False])
 def test_grandchildren_go_too(launcher, main_dies):
     launcher.start([python("server", textwrap.dedent(FAMILY) + ("" if main_dies else "time.sleep(600)"))])
-    text = eventually(lambda: log_of(launcher, "server").read_text())
+    text = eventually(lambda: whole_lines(log_of(launcher, "server")))
     if not main_dies:
         launcher.stop(["server"], grace=0.2)
     pids = [int(pid) for pid in text.split()]
@@ -203,7 +208,7 @@ def test_no_orphan_when_the_driver_goes(tmp_path, number, extra):
     log = tmp_path / "server.log"
     try:
         assert driver.stdout.readline() == b"started\n"
-        text = eventually(lambda: log.read_text())
+        text = eventually(lambda: whole_lines(log))
         watcher, target = sorted(psutil.Process(driver.pid).children(recursive=True), key=lambda found: found.pid)[:2]
     finally:
         driver.send_signal(number)
