@@ -232,7 +232,7 @@ def test_bad_mapping_is_refused(parse, mapping, message):
 def test_bad_mapping_tells_all(parse):
     with pytest.raises(LayoutError) as caught:
         parse({"groups": [[{"backend": 1, "via": 2}, {"backend": "hf", "axes": []}, 3]], "x": 1})
-    assert len(caught.value.problems) == 4
+    assert len(caught.value.problems) == 5
 
 
 def test_parsing_imports_nothing_heavy():

@@ -103,7 +103,7 @@ def _mappings(draw):
     return {"groups": groups}
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(_mappings())
 def test_text_and_mapping_round_trip(mapping):
     layout = parse_layout(mapping, specs=_SPECS)
@@ -117,7 +117,7 @@ def test_text_and_mapping_round_trip(mapping):
         assert part.options == given_part["options"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(_mappings())
 def test_yaml_round_trip(mapping):
     layout = parse_layout(mapping, specs=_SPECS)
@@ -125,7 +125,7 @@ def test_yaml_round_trip(mapping):
     assert Layout.from_mapping(yaml.safe_load(text), specs=_SPECS) == layout
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(_mappings())
 def test_every_card_has_one_rank_of_each_part(mapping):
     layout = parse_layout(mapping, specs=_SPECS)
@@ -156,7 +156,7 @@ def _parse_or_refuse(text):
     return layout
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(_mappings(), st.data())
 def test_damage_gives_only_our_error(mapping, data):
     text = str(parse_layout(mapping, specs=_SPECS))
