@@ -11,14 +11,20 @@ if TYPE_CHECKING:
 
 
 class Recipe(ABC):
-    """One program over engines. Constructed with its resolved options; `run` is awaited once in the driver."""
+    """One program over engines. Constructed with its resolved options; `run` is awaited once in the driver.
+
+    synchronous: no request is ever in flight while a trainer steps; read after `check`. Transfers that have an
+    option of this name get it, and may then let both engines use the same memory.
+    """
+
+    synchronous: bool = False
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = options
 
     @abstractmethod
     def check(self, context: RunContext) -> None:
-        """Refuse before anything starts what cannot work: wrong roles in the layout, missing data, a reward that is not there."""
+        """Refuse before anything starts what cannot work: wrong roles in the layout, missing data, a missing reward."""
 
     @abstractmethod
     async def run(self, context: RunContext) -> None:

@@ -8,6 +8,7 @@ runs/sums-20260131-120000/
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 import shutil
@@ -36,7 +37,7 @@ def _explained(what: str) -> Iterator[None]:
     """Turn an error of the file system into ours, with the cause in words and the way out."""
     try:
         yield
-    except PowertrainError:  # a DeadlineError is an OSError too and says more than we could
+    except (PowertrainError, FileExistsError):  # a DeadlineError is an OSError too and says more than we could
         raise
     except OSError as exc:
         message = f"{what} failed: {_CAUSES.get(exc.errno or 0, str(exc))}"
@@ -58,30 +59,40 @@ class RunFolder:
             message = f"a run cannot be named {name!r}; it is one folder's name"
             raise ConfigError(message)
         stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        number = 1
-        with _explained(f"making a run folder in {str(runs)!r}"):
-            Path(runs).mkdir(parents=True, exist_ok=True)
-            while True:
-                path = Path(runs).absolute() / (stem if number == 1 else f"{stem}-{number}")
-                try:
-                    path.mkdir()
-                    break
-                except FileExistsError:
-                    number += 1
-            (path / "logs").mkdir()
-            (path / "checkpoints").mkdir()
-        return cls(path)
+        for number in itertools.count(1):
+            path = Path(runs) / (stem if number == 1 else f"{stem}-{number}")
+            try:
+                return cls.make(path)
+            except FileExistsError:
+                continue
+        raise AssertionError(runs)
 
     @classmethod
-    def open(cls, path: str | Path) -> RunFolder:
-        """Lock a folder that an earlier run made, and clear what that run left half-written."""
+    def make(cls, path: str | Path) -> RunFolder:
+        """Make and lock the folder `path`; FileExistsError when it is there already."""
+        folder = Path(path).absolute()
+        with _explained(f"making the run folder {str(folder)!r}"):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()
+            (folder / "logs").mkdir()
+            (folder / "checkpoints").mkdir()
+        return cls(folder)
+
+    @classmethod
+    def check(cls, path: str | Path) -> Path:
+        """Return the folder of an earlier run, unlocked; ConfigError when it is none."""
         folder = Path(path).absolute()
         if not (folder / "config.yaml").is_file():
             message = f"{str(path)!r} is not a run folder: there is no config.yaml in it"
             raise ConfigError(message)
-        run = cls(folder)
-        with _explained(f"clearing {str(folder)!r}"):
-            (folder / "logs").mkdir(exist_ok=True)
+        return folder
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """Lock a folder that an earlier run made, and clear what that run left half-written."""
+        run = cls(cls.check(path))
+        with _explained(f"clearing {str(path)!r}"):
+            run.logs.mkdir(exist_ok=True)
             run.checkpoints.mkdir(exist_ok=True)
             for left in run.checkpoints.glob(".*"):
                 shutil.rmtree(left)
@@ -135,8 +146,17 @@ class RunFolder:
         A block that raises leaves no trace. Of the complete checkpoints the newest `keep_last` stay.
         """
         final = self.checkpoints / f"step-{step:06d}"
-        part = self.checkpoints / f".{final.name}.part"
-        with _explained(f"writing checkpoint {final}"):
+        with self.publishing(final) as part:
+            yield part
+        with _explained(f"removing old checkpoints of {self.path}"):
+            for _, old in self.complete()[:-keep_last]:
+                self._drop(old)
+
+    @contextmanager
+    def publishing(self, final: Path) -> Iterator[Path]:
+        """Give an empty folder to fill; at the end of the block it becomes `final` by a rename, in place of an older."""
+        part = final.with_name(f".{final.name}.part")
+        with _explained(f"writing {final}"):
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir()
             try:
@@ -145,12 +165,10 @@ class RunFolder:
                 if final.exists():
                     self._drop(final)
                 part.rename(final)
-                _sync(self.checkpoints, deep=False)
+                _sync(final.parent, deep=False)
             except BaseException:
                 shutil.rmtree(part, ignore_errors=True)
                 raise
-            for _, old in self.complete()[:-keep_last]:
-                self._drop(old)
 
     def complete(self) -> list[tuple[int, Path]]:
         """Return (step, folder) of every complete checkpoint, oldest first."""

@@ -1,0 +1,33 @@
+"""`powertrain resume RUN_DIR [key=value ...]`: go on from the last complete checkpoint, in the same folder.
+
+Without a checkpoint the run begins anew. Metrics of steps after the checkpoint are cut off and kept beside. The
+configuration is the folder's; words may change what does not alter the past (more steps, deadlines, the layout).
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Final
+
+from powertrain.cli.run import carry_on, start_again
+
+FIXED: Final = ("recipe", "model", "seed", "lora", "name", "runs", "base")
+"""Keys that a resumed run keeps."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `powertrain resume`."""
+    parser.add_argument("folder", metavar="RUN_DIR", help="folder of the run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the run's config.yaml")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Resume the run; returns the exit status."""
+    from powertrain.registry import Registry
+    from powertrain.run.config import load_config
+    from powertrain.run.folder import RunFolder
+
+    registry = Registry()
+    config = load_config(RunFolder.check(args.folder) / "config.yaml", args.overrides, registry=registry, fixed=FIXED)
+    start_again(config, registry)
+    return carry_on(config, RunFolder.open(args.folder), registry, resumed=True)

@@ -1,0 +1,91 @@
+"""`powertrain run RECIPE.yaml key=value ... [--dry-run]`: one run from a recipe file, in a folder of its own.
+
+`key=value` lays YAML-typed values over the file, dotted keys reach inside (`optim.lr=1e-4`). `--dry-run` prints the
+resolved configuration as YAML, then where every rank goes, as comments; it starts nothing and makes no folder.
+
+Variables such as PYTHONHASHSEED act only when an interpreter starts. Where an engine lives in this process, the
+command therefore starts itself again, once, in the environment that `powertrain.env.build_environment` gives; the
+variable POWERTRAIN_STARTED_AGAIN marks the second start. Exit statuses are those of `powertrain.cli.main`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING, Final
+
+from powertrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from powertrain.registry import Registry
+    from powertrain.run.config import RunConfig
+    from powertrain.run.folder import RunFolder
+
+AGAIN: Final = "POWERTRAIN_STARTED_AGAIN"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `powertrain run`."""
+    parser.add_argument("recipe", metavar="RECIPE.yaml", help="recipe file")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="laid over the file; dotted keys reach inside"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print configuration and placement, start nothing")
+    parser.add_argument("--folder", metavar="RUN_DIR", help="the run's folder, new; made below `runs` if not given")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Run the recipe file; returns the exit status."""
+    from powertrain.registry import Registry
+    from powertrain.run.config import load_config
+    from powertrain.run.folder import RunFolder
+
+    registry = Registry()
+    config = load_config(args.recipe, args.overrides, registry=registry)
+    if args.dry_run:
+        from powertrain.run.placement import describe
+
+        sys.stdout.write(config.dump() + "\n" + describe(config, registry))
+        return 0
+    start_again(config, registry)
+    try:
+        folder = RunFolder.make(args.folder) if args.folder else RunFolder.create(config["runs"], config["name"])
+    except FileExistsError as exc:
+        message = f"{args.folder!r} is there already; `powertrain resume {args.folder}` goes on with a run"
+        raise ConfigError(message) from exc
+    return carry_on(config, folder, registry, resumed=False)
+
+
+def start_again(config: RunConfig, registry: Registry) -> None:
+    """Replace this process by itself in the environment that inline engines need; returns where none is needed.
+
+    Called before anything is made. An environment that is right already is not made again.
+    """
+    from powertrain.run.placement import inline_environment
+
+    if os.environ.pop(AGAIN, None) or sys.argv[1:2] not in (["run"], ["resume"]):
+        return  # started again already, or `main` was called from another program, which is not ours to replace
+    wanted = inline_environment(config, registry, os.environ)
+    if wanted is None or wanted == dict(os.environ):
+        return
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**wanted, AGAIN: "1"})
+
+
+def carry_on(config: RunConfig, folder: RunFolder, registry: Registry, *, resumed: bool) -> int:
+    """Carry a run out in its folder; Ctrl-C and SIGTERM close all engines and say how to go on."""
+    from powertrain.run.context import carry_out
+
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        carry_out(config, folder, registry=registry, resumed=resumed)
+    except KeyboardInterrupt:
+        there = folder.config_file.is_file()
+        how = f"; `powertrain resume {folder.path}` goes on from the last checkpoint" if there else ""
+        sys.stderr.write(f"\ninterrupted, all engines are closed{how}\n")
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return 0

@@ -1,0 +1,177 @@
+"""What a recipe is handed, and how a run is carried out: check, start engines, run, close."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from powertrain.interfaces.build import EngineSpec, RankSpec
+
+if TYPE_CHECKING:
+    from powertrain.interfaces.recipe import Recipe
+    from powertrain.registry import Registry
+    from powertrain.run.config import RunConfig
+    from powertrain.run.folder import RunFolder
+    from powertrain.runtime.driver import Driver
+    from powertrain.weights import TransferReport, VersionCounter, WeightVersion
+
+
+@dataclass
+class RunContext:
+    """One run, as its recipe sees it.
+
+    config: resolved. folder: the run's, locked by this process. registry: of plugins. resumed: the folder is an
+    earlier run's, which may or may not have left a checkpoint. driver, versions, model_folder: there once `run` is
+    awaited, not yet in `check`: the started engines, the counter of weight versions (`start_version` is the one that
+    the inference engines carry), and the model in HF format on disk. `notes`: the recipe may leave facts for the caller.
+    """
+
+    config: RunConfig
+    folder: RunFolder
+    registry: Registry
+    resumed: bool = False
+    notes: dict[str, Any] = field(default_factory=dict)
+    _driver: Driver | None = None
+    _versions: VersionCounter | None = None
+    model_folder: str = ""
+    start_version: str = ""
+
+    @property
+    def driver(self) -> Driver:
+        """The started engines."""
+        assert self._driver is not None, "the engines are there in `run`, not in `check`"
+        return self._driver
+
+    @property
+    def versions(self) -> VersionCounter:
+        """The counter of weight versions; numbers are reserved in the run folder."""
+        assert self._versions is not None, "versions are there in `run`, not in `check`"
+        return self._versions
+
+    async def run(self, recipe: Recipe) -> None:
+        """Start the engines, await the recipe, and close everything whatever happens."""
+        from powertrain.weights import VersionCounter
+
+        self._versions = VersionCounter(self.folder.versions_file)
+        version = self._versions.next()
+        self.start_version = str(version)
+        self._driver = make_driver(
+            self.config,
+            registry=self.registry,
+            run_dir=str(self.folder.path),
+            model=self.model_folder,
+            synchronous=recipe.synchronous,
+        )
+        try:
+            await self._driver.start(version)
+            await recipe.run(self)
+        finally:
+            await self._driver.close()
+
+    async def push(self, train: str, infer: str) -> TransferReport:
+        """Publish a training part's weights, or the adapter that it trains, under the next version; the report names it.
+
+        pause_mode is the configuration's. Errors as `powertrain.runtime.driver.Driver.push`.
+        """
+        version = self.versions.next()
+        return await self.driver.push(
+            train, infer, version, pause_mode=self.config["pause_mode"], **self._update(version)
+        )
+
+    def _update(self, version: WeightVersion) -> dict[str, Any]:
+        if self.config.lora is None:
+            return {}
+        from powertrain.lora import adapter_config
+
+        spec = self.config.lora
+        name, config = version.adapter_name(spec.name), adapter_config(spec, base_model=self.config["model"])
+        return {"kind": "adapter", "adapter": name, "adapter_config": config}
+
+
+def _materialized(model: str) -> str:
+    """Return the model's folder in HF format, converted or downloaded where needed."""
+    from powertrain.tensors.models import materialize
+
+    return str(materialize(model))
+
+
+def make_driver(
+    config: RunConfig, *, registry: Registry, run_dir: str, model: str, synchronous: bool = False
+) -> Driver:
+    """Return the driver of a configuration, checked and not started; model: a folder in HF format.
+
+    synchronous: as `Recipe.synchronous`; handed to transfers that declare the option, where the file gives none.
+    """
+    from powertrain.runtime.driver import Driver
+
+    options = {name: dict(given) for name, given in config["transfer_options"].items()}
+    for name, spec in registry.specs("transfer").items():
+        if any(option.name == "synchronous" for option in getattr(spec, "options", ())):
+            options.setdefault(name, {}).setdefault("synchronous", synchronous)
+
+    return Driver(
+        config.layout,
+        engine_specs(config, model),
+        registry=registry,
+        run_dir=run_dir,
+        inline=config["inline"],
+        head_mismatch=config["head_mismatch"],
+        launcher=config["launcher"],
+        launcher_options=config["launcher_options"],
+        transfer=config["transfer"],
+        transfer_options=options,
+        env=config["env"],
+        timeouts={key: value for key, value in config["timeouts"].items() if key != "engine"},
+    )
+
+
+def engine_specs(config: RunConfig, model: str) -> Mapping[str, EngineSpec]:
+    """Return for each part's label what its ranks are built from; layout facts are filled in by the driver.
+
+    A frozen part gets no adapter and no optimizer.
+    """
+    from powertrain.devices import resolve_device
+
+    device = resolve_device(config["device"])
+    return {
+        part.label: EngineSpec(
+            backend=part.backend,
+            role=part.role,
+            model=model,
+            dtype=config["dtype"],
+            seed=config["seed"],
+            deterministic=config["deterministic"],
+            head=config.head,
+            lora=None if part.frozen else config.lora,
+            optim=config.optim if part.role == "train" and not part.frozen else None,
+            place=RankSpec(device=device),
+            no_save_optim=config["no_save_optim"],
+            no_load_optim=config["no_load_optim"],
+            timeout=config["timeouts"]["engine"],
+        )
+        for part in config.layout.parts
+    }
+
+
+def carry_out(config: RunConfig, folder: RunFolder, *, registry: Registry, resumed: bool) -> RunContext:
+    """Check and run a configuration in its folder, to the end or to the first error; returns the context.
+
+    A new folder of a run that the recipe's `check` refuses is taken away again.
+    """
+    context = RunContext(config, folder, registry, resumed)
+    with folder:
+        try:
+            recipe = registry.load_class(config.recipe_spec)(config.recipe_options)
+            recipe.check(context)
+        except BaseException:
+            if not resumed:
+                shutil.rmtree(folder.path, ignore_errors=True)
+            raise
+        if not resumed:
+            folder.write("config.yaml", config.dump())
+        context.model_folder = _materialized(config["model"])
+        asyncio.run(context.run(recipe))
+    return context

@@ -1,0 +1,1 @@
+"""The recipe ppo of powertrain; kept free of imports."""

@@ -1,0 +1,48 @@
+"""The demo's task: sums of two whole numbers, answers checked exactly. Data and check as a user's own would be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SHOTS = ((12, 25), (58, 71))
+
+
+def sums(
+    low: int = 10, high: int = 99, system: str = "Reply with just the number.", shots: int = 2
+) -> list[dict[str, Any]]:
+    """Return one record for each ordered pair of numbers from `low` to `high`: a chat prompt and the `answer`.
+
+    system: the system message, "" for none. shots: worked examples in front, at most two; their pairs are left out.
+    """
+    examples = SHOTS[:shots]
+    head = [{"role": "system", "content": system}] if system else []
+    for a, b in examples:
+        head += [{"role": "user", "content": f"What is {a} + {b}?"}, {"role": "assistant", "content": str(a + b)}]
+    return [
+        {
+            "prompt": [*head, {"role": "user", "content": f"What is {a} + {b}?"}],
+            "answer": str(a + b),
+            "key": f"{min(a, b)}+{max(a, b)}",  # a + b and b + a are never on both sides of the split
+        }
+        for a in range(low, high + 1)
+        for b in range(low, high + 1)
+        if (a, b) not in examples
+    ]
+
+
+def exact(record: Mapping[str, Any], text: str, tokens: Sequence[int]) -> float:
+    """Return 1 when the completion is the record's answer and nothing else but blanks around it, else 0."""
+    return float(text.strip() == record["answer"])
+
+
+def constant(record: Mapping[str, Any], text: str, tokens: Sequence[int]) -> float:
+    """Return 1 whatever the completion is: a control, nothing can be learnt from it."""
+    return 1.0
+
+
+def shuffled(record: Mapping[str, Any], text: str, tokens: Sequence[int]) -> float:
+    """Return 0 or 1 by a hash of prompt and completion, unrelated to what is right: a control."""
+    import hashlib
+
+    return float(hashlib.sha256(f"{record['prompt']}|{text}".encode()).digest()[0] & 1)
