@@ -6,7 +6,7 @@ from powertrain.hookspecs import hookimpl
 from powertrain.options import OptionSpec
 from powertrain.specs import TransferSpec
 
-_TORCH = {"requires": ("torch",), "install": "pip install 'powertrain[torch]'"}
+_INSTALL = "pip install 'powertrain[torch]'"
 
 LOCAL = TransferSpec(
     name="local",
@@ -30,7 +30,8 @@ LOCAL = TransferSpec(
             help="Set by the recipe: no request is ever in flight while the trainer steps.",
         ),
     ),
-    **_TORCH,
+    requires=("torch",),
+    install=_INSTALL,
 )
 
 SHM = TransferSpec(
@@ -52,10 +53,11 @@ SHM = TransferSpec(
         OptionSpec(
             name="folder",
             default=None,
-            help="Folder in memory for the staging area; none is /dev/shm, or the folder for temporary files without it.",
+            help="Folder in memory for the staging area; by default /dev/shm, else the temporary folder.",
         ),
     ),
-    **_TORCH,
+    requires=("torch",),
+    install=_INSTALL,
 )
 
 

@@ -1,0 +1,194 @@
+"""A small world for transfer tests: engines of several ranks, each rank in this process or in one of its own."""
+
+import asyncio
+import multiprocessing
+import traceback
+
+import torch
+
+from powertrain.errors import PowertrainError, WorkerError
+from powertrain.interfaces.build import RankSpec
+from powertrain.tensors.local import LocalSink, LocalSource
+from powertrain.tensors.shm import ShmSink, ShmSource
+from powertrain.tensors.sink import BoxSink, whole_manifest
+from powertrain.weights import Box, Entry, Manifest
+
+ENDPOINTS = {("local", "source"): LocalSource, ("local", "sink"): LocalSink}
+ENDPOINTS |= {("shm", "source"): ShmSource, ("shm", "sink"): ShmSink}
+SHAPES = {"embed": (10, 6), "norm": (6,), "scalar": ()}
+
+
+def value(name, step):
+    """Return the whole tensor `name` after `step` steps."""
+    shape = SHAPES[name]
+    return torch.arange(1, 1 + max(1, torch.Size(shape).numel()), dtype=torch.float32).reshape(shape) + 1000 * step
+
+
+class Source:
+    """A training rank whose tensors are sharded along their first dimension, as FSDP does; scalars are replicated."""
+
+    def __init__(self, rank, world):
+        self.rank, self.world, self.step = rank, world, 0
+        self.named = {name: self.shard(value(name, 0)).clone() for name in SHAPES}
+        self.adapter = False
+
+    def shard(self, tensor):
+        if tensor.dim() == 0:
+            return tensor
+        rows = -(-tensor.shape[0] // self.world)
+        return tensor[self.rank * rows : (self.rank + 1) * rows]
+
+    def manifest(self):
+        entries = []
+        for name, shape in SHAPES.items():
+            mine = self.named[name]
+            rows = -(-shape[0] // self.world) if shape else 0
+            start = (min(self.rank * rows, shape[0]), *[0] * (len(shape) - 1)) if shape else ()
+            boxes = (Box(start, tuple(mine.shape), name, 0, mine.stride()),) if mine.numel() else ()
+            entries.append(Entry(name, "float32", shape, boxes))
+        return Manifest(self.rank, self.world, tuple(entries), kind="adapter" if self.adapter else "full")
+
+    def tensors(self):
+        return self.named
+
+    def changes(self):
+        return self.step
+
+    def fence(self):
+        return None
+
+    def train(self):
+        self.step += 1
+        for name, tensor in self.named.items():
+            tensor.copy_(self.shard(value(name, self.step)))
+
+    def become_adapter(self):
+        self.adapter = True
+
+
+class Sink(BoxSink):
+    """An inference rank that holds everything whole. slow: seconds before each copy; broken: fail at that apply."""
+
+    def __init__(self, rank=0, world=1, slow=0.0):
+        named = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        super().__init__(whole_manifest(named, rank=rank, world=world), named)
+        self.slow, self.broken, self.adapters = slow, False, {}
+
+    def apply(self, pieces):
+        if self.broken:
+            self.broken = False
+            super().apply([next(iter(pieces))])
+            message = "this rank broke"
+            raise PowertrainError(message)
+        if self.slow:
+            import time
+
+            time.sleep(self.slow)
+        super().apply(pieces)
+
+    def add_adapter(self, name, config, tensors):
+        self.adapters[name] = tensors
+
+    def break_once(self):
+        self.broken = True
+
+    def values(self):
+        return {name: tensor.clone() for name, tensor in self.tensors().items()}
+
+    def adapter_values(self, name):
+        return dict(self.adapters[name])
+
+
+class Rank:
+    """One rank's weights and endpoints, as a host keeps them."""
+
+    def __init__(self, weights, place):
+        self.weights, self.place, self.endpoints = weights, place, {}
+
+    def call(self, method, args):
+        if method == "pause":
+            return None
+        if method == "resume":
+            return self.weights.publish(*args)
+        if method == "endpoint.call":
+            transfer, op, payload = args
+            side = "sink" if isinstance(self.weights, Sink) else "source"
+            if transfer not in self.endpoints:
+                self.endpoints[transfer] = ENDPOINTS[transfer, side](self.weights, self.place)
+            return getattr(self.endpoints[transfer], op)(**payload)
+        found = getattr(self.weights, method.removeprefix("weights."))
+        return found(*args) if callable(found) else found
+
+
+def serve(pipe, kind, rank, world):
+    """Run a rank in a process of its own until the pipe closes."""
+    torch.set_num_threads(1)
+    here = Rank({"source": Source, "sink": Sink}[kind](rank, world), RankSpec(rank=rank, world=world))
+    while True:
+        try:
+            method, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, here.call(method, args)))
+        except Exception as exc:  # noqa: BLE001 - told to the parent
+            traceback.print_exc()
+            pipe.send((False, str(exc)))
+
+
+class Process:
+    """The parent's end of a rank in a process of its own."""
+
+    def __init__(self, kind, rank, world):
+        context = multiprocessing.get_context("spawn")
+        self.pipe, child = context.Pipe()
+        self.process = context.Process(target=serve, args=(child, kind, rank, world), daemon=True)
+        self.process.start()
+        child.close()
+
+    def call(self, method, args):
+        self.pipe.send((method, args))
+        if not self.pipe.poll(60):
+            raise TimeoutError(method)
+        good, answer = self.pipe.recv()
+        if not good:
+            raise WorkerError(answer)
+        return answer
+
+    def stop(self):
+        self.pipe.close()
+        self.process.join(10)
+
+
+class Handle:
+    """An `EngineHandle` over ranks."""
+
+    def __init__(self, name, ranks):
+        self.name, self.ranks = name, ranks
+
+    async def call(self, method, *args, deadline):
+        answers = await asyncio.gather(
+            *(asyncio.to_thread(rank.call, method, args) for rank in self.ranks), return_exceptions=True
+        )
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return answers
+
+
+def inline_source(name="actor"):
+    """Return a one-rank training engine in this process."""
+    return Handle(name, [Rank(Source(0, 1), RankSpec())])
+
+
+def inline_sink(name="rollout/0", **more):
+    """Return a one-rank inference engine in this process, with its first version."""
+    handle = Handle(name, [Rank(Sink(**more), RankSpec())])
+    handle.ranks[0].weights.publish("1.0")
+    return handle
+
+
+def pair(transfer, source, sinks):
+    """Set a transfer's two sides."""
+    transfer.source, transfer.sinks = source, sinks
+    return transfer
