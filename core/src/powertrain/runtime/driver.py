@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from powertrain.weights import TransferReport, WeightVersion
 
 _LOG: Final = logging.getLogger("powertrain.driver")
-FAILED_GRACE: Final = 2.0
+FAILED_GRACE: Final = 1.0
 """Seconds that workers get to end by themselves after a failure, when one of them may be stuck."""
 TIMEOUTS: Final[Mapping[str, float]] = {"start": 600.0, "step": 1800.0, "generate": 1800.0, "update": 300.0}
 """Seconds: start of all engines; a training step, save or export; a request; each step of an update and all else."""
@@ -287,7 +287,7 @@ class Driver:
         for handle in self.handles.values():
             if handle.inline:
                 try:
-                    await handle.call("close", deadline=CLOSE_SECONDS)
+                    await handle.call("close", deadline=FAILED_GRACE if handle.failed else CLOSE_SECONDS)
                 except PowertrainError as exc:
                     _LOG.warning("closing engine %s: %s", handle.name, exc)
                 handle.stop()

@@ -97,7 +97,7 @@ class Handle(ABC):
     def _late(self, method: str, missing: list[int], deadline: float) -> DeadlineError:
         who = f"{self.name} rank {', '.join(map(str, missing))}"
         message = f"{who} did not answer {method!r} within {deadline:g} s{self._heard(missing)}"
-        if self.role == "train" and method in RULES["train"]:
+        if method == "open" or (self.role == "train" and method in RULES["train"]):
             self.failed = message
         return DeadlineError(message, who=who, what=method, seconds=deadline)
 
@@ -142,7 +142,7 @@ class LoopThread:
         """Run a coroutine there; those submitted one after another begin in that order."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
-    def stop(self, seconds: float = 5.0) -> None:
+    def stop(self, seconds: float = 1.0) -> None:
         """Cancel what still runs and end the thread; waits at most `seconds`."""
         if self.alive:
             self.loop.call_soon_threadsafe(self.loop.stop)

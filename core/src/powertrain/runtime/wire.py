@@ -183,7 +183,7 @@ def _decode(plain: bytes, arrays: memoryview) -> Any:
 
     try:
         return load(plain)
-    except (msgpack.UnpackException, TypeError, ValueError, UnicodeDecodeError) as exc:
+    except (msgpack.UnpackException, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as exc:
         if isinstance(exc, ConfigError):
             raise
         message = f"a message cannot be read: {type(exc).__name__}: {exc}"

@@ -1,0 +1,79 @@
+"""The toy plugin on the path of this process and of every worker, and drivers over it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from powertrain.interfaces.build import EngineSpec
+from powertrain.interfaces.data import GenerateRequest, LossSpec, TrainBatch
+from powertrain.layout import parse_layout
+from powertrain.registry import Registry
+from powertrain.runtime.driver import Driver
+
+DIST = Path(__file__).parent / "dist"
+
+
+@pytest.fixture(autouse=True)
+def toy_plugin(monkeypatch):
+    monkeypatch.syspath_prepend(str(DIST))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(DIST), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    monkeypatch.setenv("POWERTRAIN_PLUGINS", "powertrain-toy,local")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def registry(toy_plugin):
+    return Registry()
+
+
+@pytest.fixture
+def make_driver(registry, tmp_path):
+    """Return a function from a config string to an unstarted Driver; fields of the specs by keyword."""
+
+    def make(text, *, specs=None, **kwargs):
+        layout = parse_layout(text, registry=registry)
+        fields = specs or {}
+        templates = {
+            part.label: EngineSpec(backend=part.backend, role=part.role, model="m", **fields.get(part.label, {}))
+            for part in layout.parts
+        }
+        kwargs.setdefault("timeouts", {"start": 30.0, "step": 30.0, "generate": 30.0, "update": 10.0})
+        return Driver(layout, templates, registry=registry, run_dir=tmp_path, **kwargs)
+
+    return make
+
+
+@pytest.fixture(params=["inline", "worker"])
+def where(request):
+    """Where an engine of one rank lives: the behaviour is the same."""
+    return {"inline": "auto", "worker": "never"}[request.param]
+
+
+@pytest.fixture
+def batch():
+    return TrainBatch.from_sequences([[1, 2], [3]], [[4, 5], [6]], meta={"turn": (1, "a")})
+
+
+@pytest.fixture
+def order():
+    """Return a function that makes the loss by which a toy training step is told what to do."""
+    return lambda name, **config: LossSpec(name=name, config=config)
+
+
+@pytest.fixture
+def ask():
+    """Return a function that makes a request; its id tells the toy inference engine what to do."""
+    return lambda name="r", prompt=(1, 2, 3): GenerateRequest(request_id=name, prompt=np.asarray(prompt, np.int64))
+
+
+@pytest.fixture
+def segments():
+    """Return a function that lists the segments of all drivers on this host made since the test began."""
+    folder = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+    before = set(folder.glob("powertrain-*"))
+    return lambda: sorted(str(path) for path in set(folder.glob("powertrain-*")) - before)
