@@ -6,15 +6,16 @@ import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from powertrain.errors import ConfigError, StateError
+from powertrain.lora import match, parse_adapter_name, split_key, tensor_key
 from powertrain.options import nearest
-from powertrain.weights import WeightVersion
 
-PREFIX = "base_model.model."
+if TYPE_CHECKING:
+    from powertrain.weights import WeightVersion
 
 
 class Adapters:
@@ -26,6 +27,7 @@ class Adapters:
 
     def __init__(self, model: Any, most: int, users: Callable[[], Iterable[str]]) -> None:
         self._model, self._most, self._users = model, most, users
+        self._modules = [name for name, _ in model.named_modules() if name]
         self._tuner: Any = None
         self._inside: dict[str, str] = {}
         self._count = 0
@@ -45,7 +47,7 @@ class Adapters:
     def version(self, name: str) -> WeightVersion | None:
         """Return the version in a versioned name (`policy-v2.17`), or None."""
         try:
-            return WeightVersion.parse(name.rpartition("-v")[2])
+            return parse_adapter_name(name)[1]
         except ConfigError:
             return None
 
@@ -69,12 +71,14 @@ class Adapters:
         if name in self._inside:
             message = f"adapter {name!r} is loaded already; every version has a name of its own"
             raise StateError(message)
+        modules = match(tensors, self._modules)
+        full = {tensor_key(modules[key], split_key(key)[1]): value for key, value in tensors.items()}
         self._make_room()
         inside = f"a{self._count}"
         self._count += 1
         self._inject(inside, _lora_config(name, config))
         try:
-            self._fill(name, inside, tensors)
+            self._fill(name, inside, full)
         except BaseException:
             self._delete(inside)
             raise
@@ -125,13 +129,12 @@ class Adapters:
             self._active = "?"  # PEFT has changed which one is active
             self._model.requires_grad_(False)
 
-    def _fill(self, name: str, inside: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _fill(self, name: str, inside: str, full: Mapping[str, torch.Tensor]) -> None:
         from peft.utils import set_peft_model_state_dict
 
         if hasattr(self._model.get_output_embeddings(), "base_layer"):
             message = f"adapter {name!r} targets the output layer, which this engine computes by itself; leave it out"
             raise ConfigError(message)
-        full = {key if key.startswith(PREFIX) else PREFIX + key: value for key, value in tensors.items()}
         try:
             result = set_peft_model_state_dict(self._tuner, full, adapter_name=inside)
         except RuntimeError as exc:

@@ -30,12 +30,13 @@ class Item:
     future: Future[GenerateResult] = field(default_factory=Future)
     aborted: bool = False
 
-    def settle(self) -> bool:
-        """Answer once every row has ended; True when the item is answered."""
-        if not self.future.done() and all(row.finish for row in self.rows):
-            completions = tuple(row.completion() for row in self.rows)
-            self.future.set_result(GenerateResult(request_id=self.request.request_id, completions=completions))
-        return self.future.done()
+    def answer(self, fault: Exception | None) -> None:
+        """Hand out the completions, or the fault that ended them."""
+        if fault is not None:
+            self.future.set_exception(fault)
+            return
+        completions = tuple(row.completion() for row in self.rows)
+        self.future.set_result(GenerateResult(request_id=self.request.request_id, completions=completions))
 
 
 @dataclass(eq=False, slots=True)
@@ -169,11 +170,13 @@ class Scheduler:
             chunk.rows = [row for row in chunk.rows if not row.finish]
         self._queue = deque(chunk for chunk in self._queue if chunk.rows)
 
-    def _settle(self, item: Item) -> None:
-        if item.settle() and self._items.get(item.request.request_id) is item:
+    def _settle(self, item: Item, fault: Exception | None = None) -> None:
+        """Forget an item whose rows have all ended, and answer it: whoever is answered finds it gone already."""
+        if all(row.finish for row in item.rows) and self._items.get(item.request.request_id) is item:
             del self._items[item.request.request_id]
             for row in item.rows:
                 del self._owner[id(row)]
+            item.answer(fault)
 
     def _tell_quiet(self) -> None:
         drained = self._running is None and (not self._queue or self._mode == "keep")
@@ -226,9 +229,7 @@ class Scheduler:
     def _fail(self, chunk: Chunk, exc: Exception) -> None:
         with self._lock:
             for item in [self._owner[id(row)] for row in chunk.rows if id(row) in self._owner]:
-                if not item.future.done():
-                    item.future.set_exception(exc)
                 for row in item.rows:
                     row.finish = row.finish or "abort"
-                self._settle(item)
+                self._settle(item, exc)
             self._sweep()
