@@ -15,7 +15,8 @@ import pytest
 
 from powertrain.errors import ConfigError, DeadlineError, StateError, WorkerError
 from powertrain.interfaces.launcher import ProcessSpec
-from powertrain.launch.local import LocalLauncher, free_port, line_buffered
+from powertrain.launch.local import LocalLauncher, line_buffered
+from powertrain.launch.ports import free_port
 
 LIMIT = 30.0
 """Seconds that any wait of these tests may take on a busy host."""

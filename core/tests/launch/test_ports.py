@@ -16,7 +16,6 @@ def one_port(monkeypatch, tmp_path):
     monkeypatch.setattr(ports.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(ports, "FIRST_PORT", port)
     monkeypatch.setattr(ports, "LAST_PORT", port)
-    monkeypatch.setattr(ports, "_ATTEMPTS", 3)
     return port
 
 

@@ -6,6 +6,8 @@ from powertrain.hookspecs import hookimpl
 from powertrain.options import OptionSpec
 from powertrain.specs import LauncherSpec
 
+GRACE = OptionSpec(name="grace", type="float", default=10.0, minimum=0, help="seconds from asking to end to killing")
+
 
 @hookimpl
 def powertrain_launcher() -> LauncherSpec:
@@ -14,20 +16,5 @@ def powertrain_launcher() -> LauncherSpec:
         name="local",
         launcher="powertrain.launch.local:LocalLauncher",
         summary="processes on this host, each watched by a small parent of its own",
-        options=(
-            OptionSpec(
-                name="grace",
-                type="float",
-                default=10.0,
-                minimum=0,
-                help="seconds between asking a process to end and killing it",
-            ),
-            OptionSpec(
-                name="start_timeout",
-                type="float",
-                default=600.0,
-                minimum=0,
-                help="seconds that a worker or server may take to become ready; first starts compile",
-            ),
-        ),
+        options=(GRACE,),
     )

@@ -13,39 +13,43 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final, cast
+from urllib.request import ProxyHandler, build_opener
 
 from powertrain.errors import ConfigError, DeadlineError, StateError, WorkerError
 from powertrain.interfaces.launcher import Launcher, ProcessSpec, ProcessStatus
-from powertrain.launch.ports import free_port
+from powertrain.launch import child
 from powertrain.options import nearest
 
-__all__ = ["LocalLauncher", "free_port", "line_buffered"]
-
-_CHILD: Final = str(Path(__file__).with_name("child.py"))
 _SPAWN_SECONDS: Final = 60.0
 _MARGIN_SECONDS: Final = 10.0
+_PAUSE_SECONDS: Final = 0.25
 _TAIL_BYTES: Final = 8192
 _TAIL_LINES: Final = 20
 
 
 @dataclass(slots=True)
 class _Process:
-    """One started process: `watcher` is its small parent, `pid` the target's own, `control` the pipe that ends it."""
+    """One started process: `watcher` is its small parent, `pid` the target's own."""
 
     spec: ProcessSpec
     log: Path
     watcher: subprocess.Popen[bytes]
-    control: int
-    reply: int
     pid: int = 0
+
+    @property
+    def log_end(self) -> str:
+        """The end of the log, as messages show it."""
+        return f"; the end of {self.log}:\n{_tail(self.log)}"
 
 
 def line_buffered(argv: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
@@ -62,11 +66,9 @@ def line_buffered(argv: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...
 
 
 def _runs_python(program: str) -> bool:
-    if Path(program).name.startswith(("python", "pypy")):
-        return True
     with Path(program).open("rb") as stream:
         head = stream.read(256)
-    return head.startswith(b"#!") and b"python" in head
+    return Path(program).name.startswith(("python", "pypy")) or (head.startswith(b"#!") and b"python" in head)
 
 
 class LocalLauncher(Launcher):
@@ -103,8 +105,7 @@ class LocalLauncher(Launcher):
             self._end(started, grace=0.0)
             raise
         for process in started:
-            if process.spec.name in self._table:
-                self._end([self._table.pop(process.spec.name)], grace=0.0)
+            self._table.pop(process.spec.name, None)
             self._table[process.spec.name] = process
 
     def wait_ready(self, names: Sequence[str], *, deadline: float) -> None:
@@ -115,30 +116,27 @@ class LocalLauncher(Launcher):
         """
         pending = self._named(names)
         end = time.monotonic() + deadline
-        pause = 0.05
         while True:
             for process in pending:
-                self._check_alive(process)
+                code = process.watcher.poll()
+                if code is not None:
+                    how = f"signal {-code}" if code < 0 else f"status {code}"
+                    message = f"{process.spec.name} ended with {how} before it was ready{process.log_end}"
+                    raise WorkerError(message, worker=process.spec.name, log=str(process.log))
             pending = [process for process in pending if process.spec.ready and not _answers(process.spec.ready)]
-            left = end - time.monotonic()
             if not pending:
                 return
-            if left <= 0:
-                late = pending[0]
-                message = (
-                    f"{late.spec.name} was not ready at {late.spec.ready} after {deadline:g} s{_log_end(late.log)}"
-                )
-                raise DeadlineError(message, who=late.spec.name, what=late.spec.ready, seconds=deadline)
-            time.sleep(min(pause, left))
-            pause = min(1.0, pause * 1.5)
+            if time.monotonic() >= end:
+                late, url = pending[0], pending[0].spec.ready
+                message = f"{late.spec.name} was not ready at {url} after {deadline:g} s{late.log_end}"
+                raise DeadlineError(message, who=late.spec.name, what=url, seconds=deadline)
+            time.sleep(_PAUSE_SECONDS)
 
     def status(self) -> list[ProcessStatus]:
         """Return the state of every process started, in start order. A negative code is the signal that ended it."""
         return [
-            ProcessStatus(
-                name=name, pid=found.pid, code=found.watcher.poll(), log=str(found.log), tail=_tail(found.log)
-            )
-            for name, found in self._table.items()
+            ProcessStatus(name=name, pid=one.pid, code=one.watcher.poll(), log=str(one.log), tail=_tail(one.log))
+            for name, one in self._table.items()
         ]
 
     def stop(self, names: Sequence[str], *, grace: float = 10.0) -> None:
@@ -159,17 +157,15 @@ class LocalLauncher(Launcher):
             raise StateError(message)
         seen = {name for name, found in self._table.items() if found.watcher.poll() is None}
         for spec in processes:
-            problem = ""
-            if not spec.name or Path(spec.name).is_absolute() or ".." in Path(spec.name).parts:
-                problem = "cannot be the name of a log file"
-            elif spec.name in seen:
-                problem = "is the name of a process that runs already; names are unique in a run"
-            elif spec.node != 0:
-                problem = f"belongs on node {spec.node}, and the local launcher has node 0 alone"
-            elif not spec.argv:
-                problem = "has no command"
-            elif spec.ready and not spec.ready.startswith("http"):
-                problem = f"has the ready URL {spec.ready!r}; it begins with http"
+            path, url = Path(spec.name), spec.ready or "http"
+            faults = {
+                "cannot be the name of a log file": not spec.name or path.is_absolute() or ".." in path.parts,
+                "is the name of a process that runs already; names are unique in a run": spec.name in seen,
+                f"belongs on node {spec.node}, and the local launcher has node 0 alone": spec.node != 0,
+                "has no command": not spec.argv,
+                f"has the ready URL {spec.ready!r}; it begins with http": not url.startswith("http"),
+            }
+            problem = next((fault for fault, found in faults.items() if found), "")
             if problem:
                 message = f"process {spec.name!r} {problem}"
                 raise ConfigError(message)
@@ -181,37 +177,27 @@ class LocalLauncher(Launcher):
         order = {"argv": line_buffered(spec.argv, spec.env), "env": dict(spec.env), "cwd": spec.cwd}
         # The watcher is ours: it gets this interpreter's environment, without what is preloaded for the target.
         own_env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-        with contextlib.ExitStack() as on_failure, tempfile.TemporaryFile() as stdin, log.open("ab") as output:
+        with tempfile.TemporaryFile() as stdin, log.open("ab") as output:
             stdin.write(json.dumps(order).encode())
             stdin.seek(0)
-            control_read, control = os.pipe()
-            on_failure.callback(os.close, control)
-            reply, reply_write = os.pipe()
-            on_failure.callback(os.close, reply)
-            try:
-                watcher = subprocess.Popen(
-                    [sys.executable, "-I", _CHILD, str(control_read), str(reply_write), str(os.getpid())],
-                    stdin=stdin,
-                    stdout=output,
-                    stderr=output,
-                    env=own_env,
-                    pass_fds=(control_read, reply_write),
-                    start_new_session=True,
-                )
-            finally:
-                os.close(control_read)
-                os.close(reply_write)
-            on_failure.pop_all()
-        return _Process(spec, log, watcher, control, reply)
+            watcher = subprocess.Popen(
+                [sys.executable, "-I", child.__file__, str(os.getpid())],
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                env=own_env,
+                start_new_session=True,
+            )
+        return _Process(spec, log, watcher)
 
     def _await_pid(self, process: _Process) -> int:
-        ready, _, _ = select.select([process.reply], [], [], _SPAWN_SECONDS)
-        answer = os.read(process.reply, 4096).decode(errors="replace") if ready else ""
-        os.close(process.reply)
-        process.reply = -1
+        reply = cast("IO[bytes]", process.watcher.stdout)
+        with reply:
+            ready, _, _ = select.select([reply], [], [], _SPAWN_SECONDS)
+            answer = reply.read().decode(errors="replace") if ready else ""
         if answer.isdecimal():
             return int(answer)
-        reason = answer[1:] or f"no answer within {_SPAWN_SECONDS:g} s{_log_end(process.log)}"
+        reason = answer or f"no answer within {_SPAWN_SECONDS:g} s{process.log_end}"
         message = f"{process.spec.name} could not be started: {reason}"
         raise WorkerError(message, worker=process.spec.name, log=str(process.log))
 
@@ -222,51 +208,25 @@ class LocalLauncher(Launcher):
                 raise ConfigError(message)
         return [self._table[name] for name in names]
 
-    def _check_alive(self, process: _Process) -> None:
-        code = process.watcher.poll()
-        if code is not None:
-            how = f"signal {-code}" if code < 0 else f"status {code}"
-            message = f"{process.spec.name} ended with {how} before it was ready{_log_end(process.log)}"
-            raise WorkerError(message, worker=process.spec.name, log=str(process.log))
-
     def _end(self, processes: Sequence[_Process], *, grace: float) -> None:
-        for process in processes:
-            if process.control >= 0 and process.watcher.poll() is None:
-                with contextlib.suppress(OSError):
-                    os.write(process.control, f"{grace}\n".encode())
-        end = time.monotonic() + grace + _MARGIN_SECONDS
-        for process in processes:
-            try:
-                process.watcher.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.watcher.kill()  # the target is bound to die with its watcher
-                process.watcher.wait(_MARGIN_SECONDS)
-            pipes, process.control, process.reply = (process.control, process.reply), -1, -1
-            for pipe in pipes:
-                if pipe >= 0:
-                    os.close(pipe)
+        for number, seconds in ((child.ASK, grace), (child.KILL, _MARGIN_SECONDS), (signal.SIGKILL, _MARGIN_SECONDS)):
+            for process in processes:
+                process.watcher.send_signal(number)  # does nothing once the watcher has ended
+            end = time.monotonic() + seconds
+            for process in processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.watcher.wait(max(0.0, end - time.monotonic()))
 
 
 def _answers(url: str) -> bool:
-    from http.client import HTTPException
-    from urllib.request import ProxyHandler, build_opener
-
-    try:
-        with build_opener(ProxyHandler({})).open(url, timeout=5.0) as answer:
-            return bool(answer.status == 200)
-    except (OSError, HTTPException):
-        return False
+    direct = build_opener(ProxyHandler({}))
+    with contextlib.suppress(OSError, HTTPException), direct.open(url, timeout=5.0) as answer:
+        return bool(answer.status == 200)
+    return False
 
 
 def _tail(log: Path) -> str:
-    try:
-        with log.open("rb") as stream:
-            stream.seek(max(0, stream.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = stream.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return "\n".join(lines[-_TAIL_LINES:])
-
-
-def _log_end(log: Path) -> str:
-    return f"; the end of {log}:\n{_tail(log)}"
+    with contextlib.suppress(OSError), log.open("rb") as stream:
+        stream.seek(max(0, stream.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        return "\n".join(stream.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
+    return ""

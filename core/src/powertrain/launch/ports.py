@@ -15,7 +15,6 @@ from powertrain.errors import ConfigError
 FIRST_PORT: Final = 20000
 LAST_PORT: Final = 32000
 """Below the range from which Linux takes ports for outgoing connections, so that none of those takes a reserved one."""
-_ATTEMPTS: Final = 2000
 _held: list[IO[bytes]] = []
 
 
@@ -25,34 +24,19 @@ def free_port() -> int:
     The reservation is a file lock, held until this process ends however it ends. Ports are drawn from the system's
     randomness: the run's seed must not lead two experiments to the same port. ConfigError when none is found.
     """
-    draw = random.SystemRandom()
+    ports = range(FIRST_PORT, LAST_PORT + 1)
     folder = Path(tempfile.gettempdir()) / f"powertrain-ports-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    for _ in range(_ATTEMPTS):
-        port = draw.randint(FIRST_PORT, LAST_PORT)
-        if _reserve(folder / str(port)):
-            if _unused(port):
-                return port
-            _held.pop().close()
-    message = f"no free port found between {FIRST_PORT} and {LAST_PORT} in {_ATTEMPTS} tries; end what holds them"
-    raise ConfigError(message)
-
-
-def _reserve(file: Path) -> bool:
-    stream = file.open("wb")
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        stream.close()
-        return False
-    _held.append(stream)
-    return True
-
-
-def _unused(port: int) -> bool:
-    with socket.socket() as probe:
+    for port in random.SystemRandom().sample(ports, len(ports)):
+        lock = (folder / str(port)).open("wb")
         try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with socket.socket() as probe:
+                probe.bind(("", port))
+        except OSError:  # reserved by a driver, or in use
+            lock.close()
+            continue
+        _held.append(lock)
+        return port
+    message = f"no free port found between {FIRST_PORT} and {LAST_PORT}; end what holds them"
+    raise ConfigError(message)
