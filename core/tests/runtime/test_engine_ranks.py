@@ -40,7 +40,9 @@ async def test_one_rank_failing_fails_the_call_at_once_while_the_other_is_stuck(
         with pytest.raises(WorkerError, match="toytrain rank 1: KeyError") as caught:
             await train.train_step(batch, order("break", rank=1, stuck=60))
         assert caught.value.rank == 1
-        with pytest.raises(WorkerError, match="not usable any more: 'train_step' failed on rank 1 where rank 0 did not"):
+        with pytest.raises(
+            WorkerError, match="not usable any more: 'train_step' failed on rank 1 where rank 0 did not"
+        ):
             await train.logprobs(batch)
 
 
@@ -61,7 +63,7 @@ async def test_ranks_that_differ_fail_the_engine(make_driver, batch, order):
 
 async def test_a_deadline_names_the_silent_ranks(make_driver, batch, order):
     async with two_ranks(make_driver) as train:
-        with pytest.raises(DeadlineError, match="toytrain rank 1 did not answer 'train_step' within 0.2 s"):
+        with pytest.raises(DeadlineError, match=r"toytrain rank 1 did not answer 'train_step' within 0\.2 s"):
             await train.handle.call("train_step", batch, order("sleep", rank=1, seconds=0.5), deadline=0.2)
 
 
@@ -77,7 +79,7 @@ async def test_a_dead_rank_is_told_with_exit_and_the_end_of_its_log(make_driver,
 async def test_a_request_to_an_engine_that_died_raises_and_the_others_go_on(make_driver, ask):
     async with make_driver("toyinfer:d2") as driver:
         pool = driver.infer["toyinfer"]
-        with pytest.raises(WorkerError, match="toyinfer/0 rank 0 .*signal 9"):
+        with pytest.raises(WorkerError, match=r"toyinfer/0 rank 0 .*signal 9"):
             await pool.handles[0].call("generate", ask("die"), deadline=10.0)
         with pytest.raises(WorkerError, match="'toyinfer/0' is not usable any more"):
             await pool.handles[0].call("generate", ask(), deadline=10.0)
@@ -89,7 +91,7 @@ async def test_a_worker_killed_from_outside_fails_what_is_outstanding(make_drive
         pool = driver.infer["toyinfer"]
         asked = asyncio.ensure_future(pool.generate(ask("sleep")))
         os.kill((await pool.health())[0]["pid"], signal.SIGKILL)
-        with pytest.raises(WorkerError, match="toyinfer rank 0 .*ended with signal 9"):
+        with pytest.raises(WorkerError, match=r"toyinfer rank 0 .*ended with signal 9"):
             await asked
 
 
@@ -110,7 +112,7 @@ async def test_an_interpreter_without_powertrain_dies_with_its_log_shown(make_dr
     python.write_text("#!/bin/sh\necho No module named powertrain; exit 1\n")
     python.chmod(0o755)
     driver = make_driver(f"toytrain:d1?python='{python}'")
-    with pytest.raises(WorkerError, match="(?s)toytrain rank 0 .*exit code 1.*No module named powertrain"):
+    with pytest.raises(WorkerError, match=r"(?s)toytrain rank 0 .*exit code 1.*No module named powertrain"):
         await driver.start()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from powertrain.errors import ConfigError
@@ -34,11 +34,13 @@ plain = st.recursive(
 )
 
 
+@settings(max_examples=50, deadline=None)
 @given(plain)
 def test_plain_data_comes_back_equal_with_its_types(value):
     assert repr(wire.copied(value)) == repr(value)
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=200), st.binary(max_size=50))
 def test_damaged_messages_give_only_our_error(data, arrays):
     try:
@@ -185,6 +187,17 @@ def test_sweep_removes_what_a_killed_process_left():
     packet = wire.pack(BIG, prefix=PREFIX)
     assert wire.sweep(PREFIX) == [str(packet.segment)]
     assert not packet.segment.exists()
+
+
+def test_only_runs_whose_driver_is_gone_are_swept():
+    living, dead = f"{wire.RUN_PREFIX}{os.getpid()}a-", f"{wire.RUN_PREFIX}{os.getpid()}b-"
+    claims = [wire.claim(living), wire.claim(dead)]
+    packets = [wire.pack(BIG, prefix=prefix) for prefix in (living, dead)]
+    claims[1].close()
+    wire.sweep_dead()
+    assert [packet.segment.exists() for packet in packets] == [True, False]
+    wire.sweep(living)
+    claims[0].close()
 
 
 def test_a_full_shared_memory_is_stood_in_for_by_a_file(monkeypatch, tmp_path):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, cast
@@ -279,19 +280,15 @@ class Driver:
         return min(fitting, key=lambda spec: (spec.rank, spec.name))
 
     async def _close(self) -> None:
-        for (train, infer), transfer in self._transfers.items():
-            try:
-                await transfer.close()
-            except (PowertrainError, OSError) as exc:
-                _LOG.warning("closing the transfer from %s to %s: %s", train, infer, exc)
-        for handle in self.handles.values():
-            if handle.inline:
-                try:
-                    await handle.call("close", deadline=FAILED_GRACE if handle.failed else CLOSE_SECONDS)
-                except PowertrainError as exc:
-                    _LOG.warning("closing engine %s: %s", handle.name, exc)
-                handle.stop()
-        await asyncio.to_thread(self._end_workers)
+        async with contextlib.AsyncExitStack() as stack:  # last in, first out; each runs whatever the others do
+            stack.push_async_callback(asyncio.to_thread, self._end_workers)
+            for handle in self.handles.values():
+                if handle.inline:
+                    stack.callback(handle.stop)
+                    limit = FAILED_GRACE if handle.failed else CLOSE_SECONDS
+                    stack.push_async_callback(_tolerant, handle.call("close", deadline=limit), f"engine {handle.name}")
+            for (train, infer), transfer in self._transfers.items():
+                stack.push_async_callback(_tolerant, transfer.close(), f"the transfer from {train} to {infer}")
 
     def _end_workers(self) -> None:
         """Ask all workers to close their engines and exit, end those that do not, and sweep up. May be called twice."""
@@ -310,6 +307,13 @@ class Driver:
                 launcher.close()
             finally:
                 self._channel.close()
+
+
+async def _tolerant(closing: Awaitable[Any], what: str) -> None:
+    try:
+        await closing
+    except (PowertrainError, OSError) as exc:
+        _LOG.warning("closing %s: %s", what, exc)
 
 
 def _check_alike(plan: EnginePlan, greetings: list[Mapping[str, Any]]) -> None:

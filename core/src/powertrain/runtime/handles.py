@@ -81,18 +81,23 @@ class Handle(ABC):
         waiters = [asyncio.wrap_future(future) for future in futures]
         try:
             done, silent = await asyncio.wait(waiters, timeout=deadline, return_when=asyncio.FIRST_EXCEPTION)
-            if silent and any(isinstance(waiter.exception(), RankFault) for waiter in done):
+            if silent and any(isinstance(self._error(waiter), RankFault) for waiter in done):
                 done, silent = await asyncio.wait(waiters, timeout=ERROR_GRACE)
         finally:
             for waiter in waiters:
                 waiter.cancel()  # of those not done: tells the rank to stop, or drops its result
-        errors = {rank: exc for rank, w in enumerate(waiters) if w in done and (exc := w.exception()) is not None}
+        errors = {rank: exc for rank, w in enumerate(waiters) if w in done and (exc := self._error(w)) is not None}
         if not errors and not silent:
             return [waiter.result() for waiter in waiters]
         missing = [rank for rank, waiter in enumerate(waiters) if waiter in silent]
         if not errors:
             raise self._late(method, missing, deadline)
         raise self._fault(method, errors, missing)
+
+    def _error(self, waiter: asyncio.Future[Any]) -> BaseException | None:
+        if waiter.cancelled():
+            return WorkerError(f"engine {self.name!r} was closed while it answered", worker=self.name)
+        return waiter.exception()
 
     def _late(self, method: str, missing: list[int], deadline: float) -> DeadlineError:
         who = f"{self.name} rank {', '.join(map(str, missing))}"
@@ -192,6 +197,11 @@ class InlineHandle(Handle):
             # A training engine finishes what it has begun, or is about to begin, also when nobody waits any more.
             answer = await (asyncio.shield(work) if self.role == "train" else work)
             return answer if shared else wire.copied(answer)
+        except asyncio.CancelledError as exc:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise RankFault(faults.told(exc)) from exc  # the engine's own doing
         except (Exception, SystemExit) as exc:
             raise RankFault(faults.told(exc)) from exc
 

@@ -125,17 +125,13 @@ def _plan(part: Part, instance: int, template: EngineSpec, registry: Registry, i
 
 
 def _lives_inline(part: Part, device: str, card: int, inline: str) -> bool:
-    obstacle = ""
-    if part.world > 1:
-        obstacle = f"it has {part.world} ranks"
-    elif part.python:
-        obstacle = f"it has an interpreter of its own, {part.python}"
-    elif device == "cuda" and card > 0:
-        obstacle = f"it belongs on card {card}, and this process computes on card 0"
-    if part.inline and obstacle:
-        message = f"part {part.label!r} is to live in the driver's process, but {obstacle}; leave inline out"
+    """Decide by the part's own option, else by the run's; the layout has refused what can never be."""
+    elsewhere = device == "cuda" and card > 0  # this process computes on its card 0
+    if part.inline and elsewhere:
+        message = f"part {part.label!r} is to live in the driver's process but has card {card}, not 0; leave inline out"
         raise ConfigError(message)
-    return not obstacle and (inline == "auto" if part.inline is None else part.inline)
+    able = part.world == 1 and not part.python and not elsewhere
+    return able and (inline == "auto" if part.inline is None else part.inline)
 
 
 def visible_for(layout: Layout, plans: list[EnginePlan]) -> tuple[str, ...]:

@@ -149,7 +149,9 @@ class DriverChannel(_Pump):
         router.bind(f"tcp://{host}:*")
         token = secrets.token_hex(16)
         super().__init__(router, token, "powertrain-channel")
-        self.prefix = f"powertrain-{secrets.token_hex(6)}-"
+        wire.sweep_dead()
+        self.prefix = f"{wire.RUN_PREFIX}{secrets.token_hex(6)}-"
+        self._claim = wire.claim(self.prefix)
         address = router.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
         self.invitation = {"address": address, "token": token, "prefix": self.prefix}
         self._watch = watch
@@ -191,17 +193,23 @@ class DriverChannel(_Pump):
         return time.monotonic() - self._peers[name].heard
 
     def dismiss(self) -> None:
-        """Tell every worker to close its engine and exit; from now on their ends are no errors."""
+        """Tell every worker to close its engine and exit; calls are not answered any more, and their ends no errors."""
         self._closed = True
         for peer in self._peers.values():
-            self.do(partial(self._send, peer, "exit"))
+            self.do(partial(self._dismiss, peer))
 
     def close(self) -> None:
         """End the thread, fail what is outstanding, and sweep the run's segments. May be called twice."""
         self.stop()
         for peer in self._peers.values():
-            self._lose(peer, WorkerError(f"{_who(peer)}: the driver has been closed", worker=peer.name, rank=peer.rank))
+            self._lose(peer, _closed(peer))
         wire.sweep(self.prefix)
+        self._claim.close()
+
+    def _dismiss(self, peer: _Peer) -> None:
+        for call in peer.calls.values():
+            _settle(call.future, error=_closed(peer))
+        self._send(peer, "exit")
 
     def _dropped(self, name: str, number: int, future: Future[Any]) -> None:
         if future.cancelled():
@@ -308,6 +316,10 @@ class DriverChannel(_Pump):
 
 def _who(peer: _Peer) -> str:
     return f"{peer.engine} rank {peer.rank}"
+
+
+def _closed(peer: _Peer) -> WorkerError:
+    return WorkerError(f"{_who(peer)}: the driver has been closed", worker=peer.name, rank=peer.rank)
 
 
 def _settle(future: Future[Any], value: Any = None, error: BaseException | None = None) -> None:

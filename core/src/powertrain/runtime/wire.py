@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import fcntl
 import mmap
 import os
 import secrets
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import msgpack
 
@@ -31,6 +32,8 @@ MAX_PLAIN: Final = 64 << 20
 """Bytes of plain data in one message, arrays not counted."""
 INLINE_ARRAYS: Final = 64 << 10
 """Bytes of arrays that still travel inside the message."""
+RUN_PREFIX: Final = "powertrain-"
+"""What the names of all runs' segments begin with."""
 _TUPLE, _RECORD, _ARRAY = 1, 2, 3
 _ALIGN: Final = 64
 _PLAIN: Final[tuple[type[Any], ...]] = (bool, int, float, str, bytes)
@@ -115,6 +118,24 @@ def sweep(prefix: str) -> list[str]:
     for path in found:
         path.unlink(missing_ok=True)
     return [str(path) for path in found]
+
+
+def claim(prefix: str) -> IO[bytes]:
+    """Mark a run's segments as in use for as long as the returned file is open, which a killed process's is not."""
+    file = (_folders()[0] / f"{prefix}lock").open("wb")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file
+
+
+def sweep_dead() -> None:
+    """Remove the segments of every run of this user whose driver is gone without having swept itself."""
+    for lock in [path for folder in _folders() for path in folder.glob(f"{RUN_PREFIX}*-lock")]:
+        try:
+            with lock.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                sweep(lock.name.removesuffix("lock"))
+        except OSError:  # in use, another user's, or just swept by someone else
+            continue
 
 
 class _Encoder:

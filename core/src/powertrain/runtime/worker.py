@@ -61,6 +61,8 @@ class Worker:
         code = await self._end
         late.cancel()
         _leave_in_time(code)
+        if code != DONE:
+            wire.sweep_dead()  # if that is why, the driver's segments have no owner any more
         for task in self._calls.values():
             task.cancel()
         try:
@@ -68,8 +70,6 @@ class Worker:
         except (PowertrainError, OSError, RuntimeError) as exc:
             _LOG.warning("closing the engine: %s", exc)
         self._channel.close()
-        if code == GONE:
-            wire.sweep(self._channel.prefix)
         return code
 
     def _hello(self) -> dict[str, Any]:
