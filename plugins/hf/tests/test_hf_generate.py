@@ -30,6 +30,23 @@ async def test_logprobs_are_those_of_a_plain_forward(start, models, kind, temper
             assert [(s.start, s.end, s.version) for s in completion.segments] == [(0, 12, "1.1")]
 
 
+async def test_prompts_with_a_common_beginning_answer_alike(start, models):
+    engine = await start("qwen3")
+    head = tuple(range(20, 40))
+    requests = [request(f"r{i}", (*head, *p), n=2, max_tokens=6) for i, p in enumerate(PROMPTS)]
+    fed = []
+    original = engine._machine._model.model.forward
+    engine._machine._model.model.forward = lambda *a, **k: (fed.append(tuple(k["input_ids"].shape)), original(*a, **k))[
+        1
+    ]
+    results = await engine.generate_batch(requests)
+    assert fed[:2] == [(1, 20), (3, 8)]
+    for sent, result in zip(requests, results, strict=True):
+        for completion in result.completions:
+            plain = replay(models.model("qwen3"), sent.prompt, completion)
+            np.testing.assert_allclose(completion.logprobs_t1, plain, atol=1e-5, rtol=0)
+
+
 async def test_tokens_do_not_depend_on_the_batch(start):
     engine = await start(options={"max_rows": 5})
     requests = [request(f"r{i}", p, n=2, max_tokens=10 + i, top_k=20) for i, p in enumerate(PROMPTS)]

@@ -110,12 +110,13 @@ class LocalTransfer(PlannedTransfer):
         if {block.rank for block in plan.blocks} - {0} or any(len(engine) != 1 for engine in plan.reads):
             message = "transfer 'local' moves weights between engines of one rank; use shm for more"
             raise TransferError(message, phase="gather")
+        share = self._share if plan.kind == "full" else "no"
         with meter.phase("gather"):
             await self._call(self.source, "offer", deadline=deadline)
         with meter.phase("load"):
             answers = await together(
                 [
-                    self._call(sink, "take", reads=reads[0], share=self._share, deadline=deadline)
+                    self._call(sink, "take", reads=reads[0], share=share, deadline=deadline)
                     for sink, reads in zip(self.sinks, plan.reads, strict=True)
                 ]
             )

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 DROP_SHARE = 0.25
 """Finished rows are dropped once they are this share of the batch; dropping copies the caches of the others."""
+SHARED_MIN = 8
+"""Fewest tokens at the start of all prompts that are prefilled apart, once."""
 
 
 @dataclass(eq=False, slots=True)
@@ -138,18 +140,14 @@ class Decoder:
         places: dict[tuple[int, ...], int] = {}
         index = [places.setdefault((*row.prompt, *row.tokens), len(places)) for row in rows]
         texts = list(places)
-        width = max(map(len, texts))
-        ids = torch.zeros(len(texts), width, dtype=torch.long)
-        mask = torch.zeros(len(texts), width, dtype=torch.long)
-        for i, text in enumerate(texts):
-            ids[i, width - len(text) :] = torch.tensor(text)
-            mask[i, width - len(text) :] = 1
-        room = width + max(row.request.sampling.max_tokens - len(row.tokens) for row in rows)
+        room = max(map(len, texts)) + max(row.request.sampling.max_tokens - len(row.tokens) for row in rows)
         self._cache = DynamicCache(config=self._config)
         self._cache.layers = [RoomyLayer(room) if type(la) is DynamicLayer else la for la in self._cache.layers]
-        self._mask = mask.to(device)
+        shared = self._prefill_shared(texts, device)
+        ids, mask = _left_padded([text[shared:] for text in texts])
         self._padded = bool((mask == 0).any())
-        positions = (self._mask.cumsum(1) - 1).clamp_(min=0)
+        self._mask = torch.cat([mask.new_ones(len(texts), shared), mask], dim=1).to(device)
+        positions = (self._mask.cumsum(1) - 1).clamp_(min=0)[:, shared:]
         self._logits = self._forward(ids.to(device), positions)
         self._next = positions[:, -1:] + 1
         if index != list(range(len(texts))):
@@ -199,16 +197,34 @@ class Decoder:
         self._logits = self._forward(self._last, self._next)
         self._next = self._next + 1
 
+    def _prefill_shared(self, texts: list[tuple[int, ...]], device: torch.device) -> int:
+        """Prefill what all texts begin with (a system prompt) once for all; returns its length, 0 when not worth it."""
+        least = min(map(len, texts)) - 1
+        columns = enumerate(zip(*texts, strict=False))
+        shared = next((i for i, column in columns if i >= least or len(set(column)) > 1), least)
+        # In a layer with a sliding window, padding between prefix and rest would take places of the window.
+        if len(texts) == 1 or shared < SHARED_MIN or not all(type(la) is RoomyLayer for la in self._cache.layers):
+            return 0
+        ids = torch.tensor([texts[0][:shared]], device=device)
+        self._hidden(ids, torch.arange(shared, device=device)[None], None)
+        self._cache.batch_select_indices(torch.zeros(len(texts), dtype=torch.long, device=device))
+        return shared
+
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        hidden = self._hidden(ids, positions, self._mask if self._padded else None)
+        logits: Tensor = self._head.logits(hidden[:, -1])
+        return logits
+
+    def _hidden(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         out = self._body(
             input_ids=ids,
-            attention_mask=self._mask if self._padded else None,
+            attention_mask=mask,
             position_ids=positions,
             use_cache=True,
             **{self._cache_name: self._cache},
         )
-        logits: Tensor = self._head.logits(out.last_hidden_state[:, -1])
-        return logits
+        hidden: Tensor = out.last_hidden_state
+        return hidden
 
     def _select(self, index: Tensor) -> None:
         self._cache.batch_select_indices(index)
@@ -221,3 +237,14 @@ class Decoder:
         self._temperature = torch.tensor([s.temperature for s in sampling], dtype=torch.float32, device=device)
         self._top_k = torch.tensor([s.top_k for s in sampling], device=device)
         self._top_p = torch.tensor([s.top_p for s in sampling], dtype=torch.float32, device=device)
+
+
+def _left_padded(texts: list[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
+    """Return ids and mask, int64 [texts, longest], every text ending in the last column."""
+    width = max(map(len, texts))
+    ids = torch.zeros(len(texts), width, dtype=torch.long)
+    mask = torch.zeros(len(texts), width, dtype=torch.long)
+    for i, text in enumerate(texts):
+        ids[i, width - len(text) :] = torch.tensor(text)
+        mask[i, width - len(text) :] = 1
+    return ids, mask
