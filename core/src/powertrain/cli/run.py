@@ -78,6 +78,8 @@ def carry_on(config: RunConfig, folder: RunFolder, registry: Registry, *, resume
     """Carry a run out in its folder; Ctrl-C and SIGTERM close all engines and say how to go on."""
     from powertrain.run.context import carry_out
 
+    # Progress bars of the libraries inside the engines would tear the run's own display; read when they are imported.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         carry_out(config, folder, registry=registry, resumed=resumed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from powertrain.interfaces.build import EngineSpec, RankSpec
@@ -26,14 +26,13 @@ class RunContext:
     config: resolved. folder: the run's, locked by this process. registry: of plugins. resumed: the folder is an
     earlier run's, which may or may not have left a checkpoint. driver, versions, model_folder: there once `run` is
     awaited, not yet in `check`: the started engines, the counter of weight versions (`start_version` is the one that
-    the inference engines carry), and the model in HF format on disk. `notes`: the recipe may leave facts for the caller.
+    the inference engines carry), and the model in HF format on disk.
     """
 
     config: RunConfig
     folder: RunFolder
     registry: Registry
     resumed: bool = False
-    notes: dict[str, Any] = field(default_factory=dict)
     _driver: Driver | None = None
     _versions: VersionCounter | None = None
     model_folder: str = ""
@@ -72,7 +71,7 @@ class RunContext:
             await self._driver.close()
 
     async def push(self, train: str, infer: str) -> TransferReport:
-        """Publish a training part's weights, or the adapter that it trains, under the next version; the report names it.
+        """Publish a training part's weights, or its adapter, under the next version; the report names it.
 
         pause_mode is the configuration's. Errors as `powertrain.runtime.driver.Driver.push`.
         """

@@ -154,7 +154,7 @@ class RunFolder:
 
     @contextmanager
     def publishing(self, final: Path) -> Iterator[Path]:
-        """Give an empty folder to fill; at the end of the block it becomes `final` by a rename, in place of an older."""
+        """Give an empty folder to fill; at the end of the block it becomes `final` by a rename, replacing it."""
         part = final.with_name(f".{final.name}.part")
         with _explained(f"writing {final}"):
             shutil.rmtree(part, ignore_errors=True)

@@ -18,7 +18,7 @@ def grpo(inputs: LossInputs, config: Mapping[str, Any]) -> LossOutput:
     -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A) with ratio = exp(logprob - old_logprob).
 
     Metrics: `mismatch` and `mismatch_max`, |logprob - old_logprob| where fresh (the mean is over all tokens; divide it
-    by the share of fresh ones); `ratio`, `clip_fraction`, `approx_kl` (ratio - 1 - log ratio), and `entropy` on request.
+    by the share of fresh ones); `ratio`, `clip_fraction`, `approx_kl` (ratio - 1 - log ratio); `entropy` on request.
     """
     advantages, old = inputs.need("advantages"), inputs.need("old_logprobs")
     fresh = inputs.need("fresh")
