@@ -126,3 +126,7 @@ class TransferError(PowertrainError, RuntimeError):
 
 class CheckpointError(PowertrainError, RuntimeError):
     """A checkpoint is incomplete, damaged or belongs to another run."""
+
+
+class NumericsError(PowertrainError, ArithmeticError):
+    """A loss or a gradient norm is not finite; the step was not taken and the weights are as they were."""

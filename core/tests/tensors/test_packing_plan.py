@@ -106,6 +106,5 @@ def test_model_inputs_that_are_not_per_token_are_refused():
         model_inputs={"image": np.zeros(3)},
     )
     scored = scored_tokens(batch, weighted=False)
-    [[rows]] = plan(batch, scored, mode="padded", world=1, budget=100)
     with pytest.raises(ConfigError, match="'image' has 3 values for 4 tokens"):
-        render(batch, rows, scored)
+        plan(batch, scored, mode="padded", world=1, budget=100)

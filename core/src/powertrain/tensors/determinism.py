@@ -50,6 +50,8 @@ def enable(device: str = "cpu") -> None:
             raise ConfigError(message)
         os.environ.setdefault(CUBLAS, CUBLAS_VALUES[0])
     torch.use_deterministic_algorithms(True)
+    # Filling fresh memory only hides reads of it, which torch's own operations do not do, and costs a pass each time.
+    torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.allow_tf32 = False

@@ -11,6 +11,8 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -102,6 +104,20 @@ def _converted(source: Path, cache: Path) -> Path:
     return target
 
 
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Keep transformers' progress bars off, which write to stderr and leave a monitor thread behind."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def convert_gguf(source: Path, target: Path) -> None:
     """Write a GGUF file as a float32 HF folder: safetensors, config, and the tokenizer with its chat template."""
     import torch
@@ -119,8 +135,9 @@ def convert_gguf(source: Path, target: Path) -> None:
     for owner, name in ((model.config, "quantization_config"), (model, "hf_quantizer"), (model, "quantization_method")):
         if hasattr(owner, name):
             delattr(owner, name)
-    model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
+    with quietly():
+        model.save_pretrained(target)
+        tokenizer.save_pretrained(target)
 
 
 def load_causal_lm(folder: str, *, dtype: str = "float32", device: str = "cpu", attention: str = "sdpa") -> Any:
@@ -136,9 +153,10 @@ def load_causal_lm(folder: str, *, dtype: str = "float32", device: str = "cpu", 
         message = f"dtype {dtype!r} is not a floating-point dtype of torch"
         raise ConfigError(message)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=kind, attn_implementation=attention, local_files_only=True
-        )
+        with quietly():
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=kind, attn_implementation=attention, local_files_only=True
+            )
     except (OSError, ValueError, ImportError, KeyError) as exc:
         message = f"model folder {folder!r} cannot be loaded with dtype {dtype} and attention {attention!r}: {exc}"
         raise ConfigError(message) from exc

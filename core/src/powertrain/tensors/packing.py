@@ -107,8 +107,13 @@ def plan(
 
     scored: bool [N]. budget: padded tokens of one micro-batch; a longer row stands alone. hidden_size: weighs the
     quadratic cost of long rows against what sharing a prompt saves. masked: False when rows may be as long as the
-    budget, since no mask is made. Sequences without a scored token are left out; ranks may get none.
+    budget, since no mask is made. Sequences without a scored token are left out; ranks may get none. ConfigError for
+    a model input that is not one value a token.
     """
+    for name, value in batch.model_inputs.items():
+        if len(value) != len(batch.tokens):
+            message = f"model input {name!r} has {len(value)} values for {len(batch.tokens)} tokens, not one each"
+            raise ConfigError(message)
     clusters = _clusters(batch, scored, shared=mode == "shared", world=world, budget=budget, hidden_size=hidden_size)
     shares: list[list[Cluster]] = [[] for _ in range(world)]
     loads = [0] * world
@@ -261,11 +266,6 @@ def render(
     else:
         inputs["position_ids"] = canvas.position
     for name, value in batch.model_inputs.items():
-        if len(value) != len(batch.tokens):
-            message = (
-                f"model input {name!r} has {len(value)} values for {len(batch.tokens)} tokens; it needs one a token"
-            )
-            raise ConfigError(message)
         inputs[name] = np.asarray(value)[np.where(padding, 0, canvas.origin)]
     tensors = {name: torch.from_numpy(np.ascontiguousarray(value)).to(device) for name, value in inputs.items()}
     if several and attention in _MASKED:

@@ -1,0 +1,1 @@
+"""Training with torch FSDP2, as a plugin of powertrain."""

@@ -1,0 +1,37 @@
+"""What the engine needs of its environment. Torch-free: it runs on the driver and before a worker's heavy imports."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+def environment(options: Mapping[str, Any], spec: Any) -> dict[str, str]:
+    """Return the variables that a worker of this backend needs before it starts.
+
+    Ranks that meet on the loopback address talk over the loopback interface; gloo would else look the host's name up,
+    which need not resolve.
+    """
+    del options
+    host = spec.place.rendezvous.rpartition(":")[0]
+    if host in {"127.0.0.1", "localhost"} and sys.platform == "linux":
+        return {"GLOO_SOCKET_IFNAME": "lo"}
+    return {}
+
+
+def apply(env: Mapping[str, str]) -> None:
+    """Set variables that this process lacks. In a worker that powertrain started there are none.
+
+    Once torch is imported, its thread settings have been read: such a variable gets a warning. Variables of
+    determinism are judged in `build`, which knows whether it was asked for.
+    """
+    late = [name for name, value in env.items() if os.environ.get(name) != value]
+    os.environ.update({name: env[name] for name in late})
+    stale = [name for name in late if name.startswith(("OMP_", "MKL_", "KMP_")) or name == "PYTHONHASHSEED"]
+    if stale and "torch" in sys.modules:
+        logger.warning("set too late to have an effect in this process: %s", ", ".join(sorted(stale)))
