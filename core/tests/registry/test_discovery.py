@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from powertrain.errors import ConfigError, PluginError, UnknownPluginError
+from powertrain.errors import PluginError, UnknownPluginError
 from powertrain.registry import PluginWarning, Registry, discovery, scan
 
 
@@ -39,13 +39,12 @@ def test_getting_one_imports_only_that_one(dists):
     assert "zz_two" not in sys.modules
 
 
-def test_registry_limited_to_groups(dists):
+def test_listing_one_kind_leaves_the_others_out(dists):
     dists.add("one")
     dists.add("two", group="powertrain.recipes")
-    registry = Registry("recipe")
-    assert [info.name for info in mine(registry)] == ["two"]
-    with pytest.raises(ConfigError, match=r"looks at powertrain\.recipes only"):
-        registry.backend("one")
+    registry = Registry()
+    assert [info.name for info in mine(registry, "recipe")] == ["two"]
+    assert [info.name for info in mine(registry, "powertrain.backends")] == ["one"]
 
 
 def test_two_dists_with_one_name_are_told_on_selection(dists):
@@ -270,7 +269,7 @@ def test_many_threads_get_one_spec(dists):
 @pytest.mark.parametrize("allow", [None, (), ("one",)])
 def test_pickled_registry_keeps_its_limits(dists, allow):
     dists.add("one")
-    registry = Registry("backend", allow=allow)
+    registry = Registry(allow=allow)
     dists.monkeypatch.setenv("POWERTRAIN_PLUGINS", "nonsense")
     assert repr(pickle.loads(pickle.dumps(registry))) == repr(registry)
 

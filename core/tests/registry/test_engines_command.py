@@ -41,7 +41,6 @@ def only(dists):
         dists.monkeypatch.setenv("POWERTRAIN_PLUGINS", ",".join(names))
         return [row for row in listing(check=True) if row["name"] in names]
 
-    dists.monkeypatch.setattr("powertrain.cli.engines.Registry", lambda: Registry("backend"))
     return checked
 
 

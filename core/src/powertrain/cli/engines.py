@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from typing import Any, Final
 
 from powertrain import __version__
@@ -29,9 +30,7 @@ _UNCHECKED: Final = ("role", "summary", "axes", "options", "capabilities", "miss
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `powertrain engines`."""
-    parser.add_argument(
-        "--check", action="store_true", help="import each plugin in a child process and say if it works"
-    )
+    parser.add_argument("--check", action="store_true", help="try each plugin in a child process and say if it works")
     parser.add_argument("--json", action="store_true", help="print stable JSON instead of a table")
     parser.add_argument("--deadline", type=float, default=None, metavar="S", help="seconds for each check (120)")
 
@@ -51,20 +50,9 @@ def execute(args: argparse.Namespace) -> int:
 def listing(*, check: bool, deadline: float | None = None) -> list[dict[str, Any]]:
     """Return one mapping for each plugin with the keys that the module's docstring lists."""
     infos = Registry().list()
+    failure = {"duplicate": "duplicate", "blocked": "blocked"}
     rows: list[dict[str, Any]] = [
-        {
-            "name": info.name,
-            "kind": info.kind,
-            "group": info.group,
-            "dist": info.dist,
-            "version": info.version,
-            "path": info.path,
-            "module": info.module,
-            "status": info.status,
-            "detail": info.detail,
-            "failure": info.status if info.status in {"duplicate", "blocked"} else "",
-            **dict.fromkeys(_UNCHECKED),
-        }
+        {**asdict(info), "kind": info.kind, "failure": failure.get(info.status, ""), **dict.fromkeys(_UNCHECKED)}
         for info in infos
     ]
     if check:
@@ -78,34 +66,24 @@ def listing(*, check: bool, deadline: float | None = None) -> list[dict[str, Any
 
 def _show(rows: list[dict[str, Any]], *, checked: bool) -> None:
     from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
     # A pipe or a log has no width of its own; rich would fold the table into 80 columns there.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 160)
     if not rows:
-        console.print(
-            "no plugin is installed; `pip install powertrain-fsdp powertrain-hf` brings the first two engines"
-        )
+        console.print("no plugin is installed; `pip install powertrain-fsdp powertrain-hf` brings the first engines")
         return
-    table = Table(box=None, pad_edge=False)
-    for title in ("name", "kind", *(("role", "axes", "capabilities") if checked else ()), "dist", "version", "status"):
-        table.add_column(title, overflow="fold")
+    titles = ["name", "kind", *(["role", "axes", "capabilities"] if checked else []), "dist", "version", "status"]
+    table = Table(*(Column(title, overflow="fold") for title in titles), box=None, pad_edge=False)
     for row in rows:
-        cells = [row["name"], row["kind"]]
+        cells = row | {"status": _STATUS.get(row["status"], row["status"])}
         if checked:
-            axes = " ".join(axis["name"] for axis in row["axes"])
-            graded = [f"{name}: {level}" for name, level in row["capabilities"].items()]
-            cells += [row["role"], axes, "\n".join(graded)]
-        status = _STATUS.get(row["status"], row["status"])
-        table.add_row(*(escape(cell) for cell in (*cells, row["dist"], row["version"], status)))
+            cells["axes"] = " ".join(axis["name"] for axis in row["axes"])
+            cells["capabilities"] = "\n".join(f"{name}: {level}" for name, level in row["capabilities"].items())
+        table.add_row(*(cells[title] for title in titles))
     console.print(table)
     for row in rows:
         if row["detail"] and row["status"] != "planned":
-            who = f"{row['kind']} {row['name']!r}"
-            line = row["detail"] if row["detail"].startswith(who) else f"{who} of {row['dist']}: {row['detail']}"
-            console.print(line, markup=False, soft_wrap=True)
+            console.print(row["detail"], soft_wrap=True)
     if not checked:
-        console.print(
-            "`powertrain engines --check` tries each one and shows roles, axes and capabilities", markup=False
-        )
+        console.print("`powertrain engines --check` tries each one and shows roles, axes and capabilities")

@@ -50,15 +50,12 @@ def _dispatch(arguments: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"powertrain {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     called = next((word for word in arguments if not word.startswith("-")), None)
-    module = None
     for name, path, text in COMMANDS:
         command = commands.add_parser(name, help=text, description=text.capitalize() + ".")
         if name == called:
             module = import_module(path)
             module.add_arguments(command)
+            command.set_defaults(execute=module.execute)
     args = parser.parse_args(arguments)
-    if module is None:
-        message = f"no module was imported for {args.command!r}"
-        raise AssertionError(message)
-    status: int = module.execute(args)
+    status: int = args.execute(args)
     return status

@@ -8,30 +8,27 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from typing import IO, Any, Final
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any, Final
 
-from powertrain.registry.discovery import KIND_OF_GROUP, PluginInfo
+from powertrain.errors import PluginError
+from powertrain.registry.discovery import PluginInfo
+from powertrain.registry.loading import SPECS, fail, missing
+from powertrain.registry.manager import Registry
+from powertrain.specs import BackendSpec, Spec
 
 DEADLINE: Final = 120.0
 """Seconds that one plugin's child process may take; a first import of a large engine takes tens of them."""
 PARALLEL: Final = 2
 """Child processes at a time: importing engines takes memory and disk, not only time."""
+NOT_TRIED: Final = {"duplicate": "duplicate", "blocked": "blocked", "hidden": "unknown"}
+"""Status of an entry that no engine can be taken from -> the kind of failure that selecting it gives."""
 
 _CHILD: Final = (
     "import json, sys; job = json.load(sys.stdin); sys.path[:] = job['path']; "
     "from powertrain.registry.check import child; child(job)"
 )
-_EMPTY: Final[dict[str, Any]] = {
-    "failure": "",
-    "role": "",
-    "summary": "",
-    "axes": [],
-    "options": [],
-    "capabilities": {},
-    "missing": [],
-    "install": "",
-    "api": [],
-}
 
 
 def check(infos: Sequence[PluginInfo], *, deadline: float = DEADLINE) -> list[dict[str, Any]]:
@@ -42,56 +39,37 @@ def check(infos: Sequence[PluginInfo], *, deadline: float = DEADLINE) -> list[di
     `powertrain.registry.KINDS`, `detail` the line); `duplicate`, `blocked` and `hidden` entries are not tried.
     deadline: seconds for each child.
     """
-    from concurrent.futures import ThreadPoolExecutor
-
     with ThreadPoolExecutor(PARALLEL) as pool:
         return list(pool.map(lambda info: _check_one(info, deadline), infos))
 
 
 def _check_one(info: PluginInfo, deadline: float) -> dict[str, Any]:
-    from powertrain.registry.loading import fail
-
-    told: dict[str, Any] = {**_EMPTY, "status": info.status, "detail": info.detail}
-    if info.status in {"duplicate", "blocked", "hidden"}:
-        return told | {"failure": info.status if info.status != "hidden" else "unknown"}
-    job = {"path": sys.path, "group": info.group, "name": info.name, "dist": info.dist}
+    if info.status in NOT_TRIED:
+        return _told(None, info.status, info.detail, NOT_TRIED[info.status])
+    job = json.dumps({"path": sys.path, "info": asdict(info)})
+    command = [sys.executable, "-P", "-c", _CHILD]
     # Files and not pipes: a helper process that a library leaves behind would keep a pipe open.
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        code = _run(json.dumps(job), out, err, deadline)
+        try:
+            done = subprocess.run(command, input=job, stdout=out, stderr=err, text=True, timeout=deadline, check=False)
+            kind, cause = "crash", f"the process that checked it ended with {done.returncode} and no answer; last line:"
+        except subprocess.TimeoutExpired:
+            kind, cause = "deadline", f"checking it took more than {deadline:g} s; give --deadline more, or look at:"
         out.seek(0)
         err.seek(0)
         try:
             answer: dict[str, Any] = json.loads(out.read())
-            return told | answer
         except ValueError:
             last = (err.read().strip().splitlines() or ["nothing on stderr"])[-1]
-    if code is None:
-        kind, cause = "deadline", f"checking it took more than {deadline:g} s; give --deadline more, or look at: {last}"
-    else:
-        kind, cause = "crash", f"the process that checked it ended with {code} and no answer; last line: {last}"
-    return told | {"status": "failed", "failure": kind, "detail": str(fail(info, kind, cause))}
-
-
-def _run(job: str, out: IO[str], err: IO[str], deadline: float) -> int | None:
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", _CHILD], stdin=subprocess.PIPE, stdout=out, stderr=err, text=True
-    )
-    try:
-        process.communicate(job, timeout=deadline)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-    return process.returncode
+            answer = _told(None, "failed", str(fail(info, kind, f"{cause} {last}")), kind)
+        return answer
 
 
 def child(job: dict[str, Any]) -> None:
     """Check one plugin in this process and print the result; what the plugin itself prints goes to stderr."""
     answer = os.dup(1)
     os.dup2(2, 1)
-    result = examine(job["group"], job["name"], job["dist"])
+    result = examine(PluginInfo(**job["info"]))
     with os.fdopen(answer, "w") as stream:
         json.dump(result, stream)
         stream.flush()
@@ -99,41 +77,39 @@ def child(job: dict[str, Any]) -> None:
         os._exit(0)
 
 
-def examine(group: str, name: str, dist: str) -> dict[str, Any]:
-    """Load one plugin and all that its spec names; return the parts of the result that are known then."""
-    from powertrain.errors import PluginError
-    from powertrain.registry.loading import REFERENCES, fail, missing
-    from powertrain.registry.manager import Registry
-
-    registry = Registry(group, allow=(dist,))
-    result: dict[str, Any] = {}
+def examine(info: PluginInfo) -> dict[str, Any]:
+    """Load one plugin and all that its spec names; return a result as `check` does."""
+    registry = Registry(allow=(info.dist,))
+    spec = None
     try:
-        spec = registry.get(group, name)
-        result = _described(spec)
-        result["missing"] = list(missing(spec.requires))
-        if result["missing"] and getattr(spec, "status", "ready") == "ready":
-            info = next(info for info in registry.list(group) if info.name == name)
-            cause = f"it needs {', '.join(result['missing'])}, not installed here; {spec.install}"
-            return result | {"status": "missing", "detail": str(fail(info, "missing-dependency", cause))}
-        for field in REFERENCES[KIND_OF_GROUP[group]]:
+        spec = registry.get(info.group, info.name)
+        absent = missing(spec.requires)
+        if absent and getattr(spec, "status", "ready") == "ready":
+            cause = f"it needs {', '.join(absent)}, not installed here; {spec.install}"
+            raise fail(info, "missing-dependency", cause)
+        for field in SPECS[info.kind][1]:
             if getattr(spec, field):
                 registry.load_class(spec, field)
     except PluginError as exc:
         status = {"not-ready": "planned", "missing-dependency": "missing"}.get(exc.kind, "failed")
-        return result | {"status": status, "detail": str(exc), "failure": exc.kind if status == "failed" else ""}
-    return result | {"status": "ready", "detail": ""}
+        return _told(spec, status, str(exc), exc.kind if status == "failed" else "")
+    return _told(spec, "ready")
 
 
-def _described(spec: Any) -> dict[str, Any]:
-    """Return what a spec says, in JSON's types; a key that its kind does not have keeps its empty value."""
-    from dataclasses import asdict
-
-    from powertrain.specs import BackendSpec
-
-    result = {"summary": spec.summary, "install": spec.install, "api": list(spec.api)}
-    result["options"] = [asdict(option) for option in getattr(spec, "options", ())]
-    if isinstance(spec, BackendSpec):
-        result["role"] = spec.role
-        result["axes"] = [asdict(axis) for axis in spec.axis_table().values()]
-        result["capabilities"] = {name: level.value for name, level in sorted(spec.capabilities.items())}
-    return result
+def _told(spec: Spec | None, status: str, detail: str = "", failure: str = "") -> dict[str, Any]:
+    """Return a result in JSON's types; what the spec's kind does not have is empty, and all of it without a spec."""
+    axes = spec.axis_table().values() if isinstance(spec, BackendSpec) else ()
+    capabilities = sorted(getattr(spec, "capabilities", {}).items())
+    return {
+        "status": status,
+        "detail": detail,
+        "failure": failure,
+        "role": getattr(spec, "role", ""),
+        "summary": getattr(spec, "summary", ""),
+        "axes": [asdict(axis) for axis in axes],
+        "options": [asdict(option) for option in getattr(spec, "options", ())],
+        "capabilities": {name: level.value for name, level in capabilities},
+        "missing": list(missing(getattr(spec, "requires", ()))),
+        "install": getattr(spec, "install", ""),
+        "api": list(getattr(spec, "api", ())),
+    }

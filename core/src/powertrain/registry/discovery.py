@@ -10,22 +10,18 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Final
 
-KIND_OF_GROUP: Final = {
-    "powertrain.backends": "backend",
-    "powertrain.transfers": "transfer",
-    "powertrain.launchers": "launcher",
-    "powertrain.recipes": "recipe",
-    "powertrain.services": "service",
-    "powertrain.devices": "device",
-}
-"""Entry point group -> the word for one plugin of it; the hook that answers is `powertrain_` and that word."""
+from powertrain.errors import UnknownPluginError
+from powertrain.options import nearest
 
-_PREFIX: Final = "powertrain."
+_KINDS: Final = ("backend", "transfer", "launcher", "recipe", "service", "device")
+KIND_OF_GROUP: Final = {f"powertrain.{kind}s": kind for kind in _KINDS}
+"""Entry point group -> the word for one plugin of it; the hook that answers is `powertrain_` and that word."""
+ALLOW_VARIABLE: Final = "POWERTRAIN_PLUGINS"
 
 
 class PluginWarning(UserWarning):
@@ -39,7 +35,8 @@ class PluginInfo:
     name: the name in config strings. group: its entry point group. module: the hooks module. dist, version: who
     brings it. path: the folder that holds the dist's metadata. status: `found`; `duplicate` (another dist has the
     same name), `blocked` (not on the allow-list), `hidden` (another copy of the dist comes first on `sys.path`);
-    after this registry has tried it, `loaded` or `failed`. detail: one line where the status needs a reason.
+    after this registry has tried it, `loaded` or `failed`. detail: where the
+    status needs a reason, one line that names the plugin.
     """
 
     name: str
@@ -56,22 +53,12 @@ class PluginInfo:
         """The word for one plugin of the group: backend, transfer, launcher, recipe, service or device."""
         return KIND_OF_GROUP[self.group]
 
-    @property
-    def source(self) -> str:
-        """The dist and its version, as every message names them."""
-        return f"{self.dist} {self.version}"
-
     def __str__(self) -> str:
-        return f"{self.kind} {self.name!r} of {self.source}"
+        return f"{self.kind} {self.name!r} of {self.dist} {self.version}"
 
-
-@dataclass(frozen=True, slots=True)
-class _Dist:
-    name: str
-    version: str
-    path: str
-    modern: bool
-    plugins: tuple[PluginInfo, ...]
+    def unusable(self, cause: str) -> str:
+        """Return the one line that tells why this plugin cannot be used."""
+        return " ".join(f"{self} cannot be used: {cause}".split())
 
 
 def normalise(project: str) -> str:
@@ -79,6 +66,7 @@ def normalise(project: str) -> str:
     return re.sub(r"[-_.]+", "-", project).lower()
 
 
+_Copy = tuple[metadata.Distribution, list[PluginInfo]]
 _scans: dict[tuple[str, ...], tuple[PluginInfo, ...]] = {}
 
 
@@ -89,109 +77,116 @@ def scan(*, refresh: bool = False) -> tuple[PluginInfo, ...]:
     gives one `PluginWarning`, and the scan is repeated next time.
     """
     key = tuple(sys.path)
-    if refresh or key not in _scans:
+    if refresh:
         _scans.pop(key, None)
-        found, complete = _scan()
-        if not complete:
+    if key not in _scans:
+        found, unreadable = _scan()
+        for line in sorted(unreadable):
+            warnings.warn(f"a dist's metadata cannot be read: {line}", PluginWarning, stacklevel=3)
+        if unreadable:
             return found
         _scans[key] = found
     return _scans[key]
 
 
-def _scan() -> tuple[tuple[PluginInfo, ...], bool]:
-    projects: dict[str, list[_Dist]] = {}
-    unreadable: list[str] = []
+def _scan() -> tuple[tuple[PluginInfo, ...], set[str]]:
+    """Return all plugins, and one line for each dist that cannot be read."""
+    projects: dict[str, list[_Copy]] = {}
+    unreadable: set[str] = set()
     for dist in metadata.distributions():
         try:
-            record = _read(dist)
+            plugins = _plugins(dist)
         except Exception as exc:  # noqa: BLE001 - one dist's bad metadata must not hide the others; it is told
-            unreadable.append(f"{_location(dist)}: {type(exc).__name__}: {exc}")
+            unreadable.add(f"{_location(dist)}: {type(exc).__name__}: {exc}")
             continue
-        if record is not None:
-            projects.setdefault(normalise(record.name), []).append(record)
-    for line in sorted(set(unreadable)):
-        warnings.warn(f"a dist's metadata cannot be read: {line}", PluginWarning, stacklevel=4)
+        if plugins:
+            projects.setdefault(normalise(plugins[0].dist), []).append((dist, plugins))
     found = [info for copies in projects.values() for info in _effective(copies)]
-    return tuple(sorted(found, key=lambda info: (info.group, info.name, info.dist, info.status))), not unreadable
+    return tuple(sorted(found, key=lambda info: (info.group, info.name, info.dist, info.status))), unreadable
 
 
 def _location(dist: metadata.Distribution) -> str:
     return os.path.realpath(str(dist.locate_file("")))
 
 
-def _read(dist: metadata.Distribution) -> _Dist | None:
-    text = dist.read_text("entry_points.txt")
-    if not text or _PREFIX not in text:
-        return None
+def _plugins(dist: metadata.Distribution) -> list[PluginInfo]:
+    if "powertrain." not in (dist.read_text("entry_points.txt") or ""):
+        return []
     name, version, path = dist.metadata["Name"], dist.metadata["Version"], _location(dist)
     if not name or not version:
         message = "no Name or no Version"
         raise ValueError(message)
-    plugins = {
-        (entry.group, entry.name, entry.value): PluginInfo(entry.name, entry.group, entry.value, name, version, path)
-        for entry in dist.entry_points
-        if entry.group in KIND_OF_GROUP
-    }
-    return _Dist(name, version, path, dist.read_text("METADATA") is not None, tuple(plugins.values()))
+    ours = [entry for entry in dist.entry_points if entry.group in KIND_OF_GROUP]
+    infos = (PluginInfo(entry.name, entry.group, entry.value, name, version, path) for entry in ours)
+    return list(dict.fromkeys(infos))
 
 
-def _effective(copies: list[_Dist]) -> Iterable[PluginInfo]:
+def _effective(copies: list[_Copy]) -> list[PluginInfo]:
     """Choose among several sightings of one project as the import system does: the first folder on `sys.path`.
 
     In one folder dist-info goes before a left-over egg-info, and the newer version before an older. A plugin that
     only a later copy names is told as hidden, since the modules that would be imported are the first copy's.
     """
-    version, path = _front(copies)
-    here = [copy for copy in copies if copy.path == path]
-    chosen = max(here, key=_age) if here else None
-    version = chosen.version if chosen else version
-    result = {(info.group, info.name, info.module): info for info in (chosen.plugins if chosen else ())}
-    names = {(info.group, info.name) for info in result.values()}
-    for copy in copies:
-        for info in copy.plugins:
-            if copy.path != path and (info.group, info.name) not in names:
-                detail = f"hidden: {info.dist} {version} at {path} comes first on sys.path and does not have it"
-                result.setdefault((info.group, info.name, info.module), replace(info, status="hidden", detail=detail))
-    return result.values()
-
-
-def _front(copies: list[_Dist]) -> tuple[str, str]:
-    """Return version and folder of the project's first sighting on `sys.path`, with or without plugins of ours."""
     try:
-        front = metadata.distribution(copies[0].name)
+        first = metadata.distribution(copies[0][1][0].dist)  # with or without plugins of ours
     except metadata.PackageNotFoundError:  # the folder is not called after the project
-        return copies[0].version, copies[0].path
-    return front.version, _location(front)
+        first = copies[0][0]
+    path = _location(first)
+    here = [copy for copy in copies if _location(copy[0]) == path]
+    chosen, plugins = max(here, key=lambda copy: _age(copy[0]), default=(first, []))
+    result = {(info.group, info.name, info.module): info for info in plugins}
+    names = {(info.group, info.name) for info in plugins}
+    for info in (info for _, others in copies for info in others):
+        if info.path != path and (info.group, info.name) not in names:
+            cause = f"{info.dist} {chosen.version} at {path} comes first on sys.path and does not have it"
+            hidden = replace(info, status="hidden", detail=f"{info} is hidden: {cause}")
+            result.setdefault((info.group, info.name, info.module), hidden)
+    return list(result.values())
 
 
-def _age(copy: _Dist) -> tuple[bool, list[int], str]:
-    return copy.modern, [int(part) for part in re.findall(r"\d+", copy.version)], copy.version
+def _age(dist: metadata.Distribution) -> tuple[bool, list[int], str]:
+    modern = dist.read_text("METADATA") is not None
+    return modern, [int(part) for part in re.findall(r"\d+", dist.version)], dist.version
 
 
-def judge(found: Iterable[PluginInfo], allow: frozenset[str] | None) -> tuple[PluginInfo, ...]:
+def judge(found: Sequence[PluginInfo], allow: tuple[str, ...] | None) -> tuple[PluginInfo, ...]:
     """Mark what the allow-list blocks, and then names that more than one remaining dist offers.
 
-    allow: entry point names and normalised dist names; None allows all. Plugins of the dist `powertrain` itself are
-    always allowed.
+    allow: names of plugins and dists; None allows all. Plugins of the dist `powertrain` itself are always allowed.
+    `UnknownPluginError` when it names something that is not there.
     """
-    result = []
+    if allow is not None:
+        _check_allowed(allow, found)
+        found = [_blocked(info, allow) for info in found]
     rivals: dict[tuple[str, str], list[PluginInfo]] = {}
     for info in found:
-        dist = normalise(info.dist)
-        if info.status == "found" and allow is not None and dist != "powertrain" and not {info.name, dist} & allow:
-            info = replace(info, status="blocked", detail="blocked: neither it nor its dist is on the allow-list")
         if info.status == "found":
             rivals.setdefault((info.group, info.name), []).append(info)
-        result.append(info)
-    clashes = {key: infos for key, infos in rivals.items() if len(infos) > 1}
-    return tuple(
-        replace(info, status="duplicate", detail=_clash(clashes[info.group, info.name]))
-        if info.status == "found" and (info.group, info.name) in clashes
-        else info
-        for info in result
-    )
+    return tuple(_clash(info, rivals.get((info.group, info.name), [])) for info in found)
 
 
-def _clash(infos: list[PluginInfo]) -> str:
-    offers = " and ".join(f"{info.source} ({info.module}, {info.path})" for info in infos)
-    return f"offered by {offers}"
+def _check_allowed(allow: tuple[str, ...], found: Sequence[PluginInfo]) -> None:
+    words = {info.name for info in found} | {normalise(info.dist) for info in found}
+    absent = [word for word in allow if not {word, normalise(word)} & words]
+    if absent:
+        told = ", ".join(f"{word!r}{nearest(word, words)}" for word in absent)
+        there = ", ".join(sorted(words))
+        message = f"{ALLOW_VARIABLE} names {told}, neither a plugin nor a dist of one; there are: {there}"
+        raise UnknownPluginError(message, plugin=absent[0], kind="allow-list")
+
+
+def _blocked(info: PluginInfo, allow: tuple[str, ...]) -> PluginInfo:
+    dist = normalise(info.dist)
+    if info.status != "found" or info.name in allow or dist in {"powertrain", *map(normalise, allow)}:
+        return info
+    cause = f"the allow-list {ALLOW_VARIABLE}={','.join(allow)} names neither it nor its dist"
+    return replace(info, status="blocked", detail=info.unusable(cause))
+
+
+def _clash(info: PluginInfo, rivals: list[PluginInfo]) -> PluginInfo:
+    if info.status != "found" or len(rivals) == 1:
+        return info
+    offers = " and ".join(f"{rival.dist} {rival.version} ({rival.module}, {rival.path})" for rival in rivals)
+    way = f"uninstall one, or name the wished dist, and all else you use, in {ALLOW_VARIABLE}"
+    cause = f"more than one dist has this name, it is offered by {offers}; {way}"
+    return replace(info, status="duplicate", detail=info.unusable(cause))

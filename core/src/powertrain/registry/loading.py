@@ -7,96 +7,68 @@ from __future__ import annotations
 import sys
 from importlib import import_module, util
 from types import CoroutineType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Final
 
+from powertrain import specs
 from powertrain.errors import ConfigError, EngineNotReadyError, MissingDependencyError, PluginError
 from powertrain.registry.discovery import PluginInfo
-from powertrain.specs import (
-    API_VERSION,
-    BackendSpec,
-    DeviceSpec,
-    LauncherSpec,
-    RecipeSpec,
-    ServiceSpec,
-    Spec,
-    TransferSpec,
-)
+from powertrain.specs import API_VERSION, Spec
 
-if TYPE_CHECKING:
-    import pluggy
-
-SPEC_OF_KIND: dict[str, type[Spec]] = {
-    "backend": BackendSpec,
-    "transfer": TransferSpec,
-    "launcher": LauncherSpec,
-    "recipe": RecipeSpec,
-    "service": ServiceSpec,
-    "device": DeviceSpec,
+SPECS: Final[dict[str, tuple[type[Spec], tuple[str, ...]]]] = {
+    "backend": (specs.BackendSpec, ("engine", "environment")),
+    "transfer": (specs.TransferSpec, ("driver", "source", "sink")),
+    "launcher": (specs.LauncherSpec, ("launcher",)),
+    "recipe": (specs.RecipeSpec, ("recipe",)),
+    "service": (specs.ServiceSpec, ("service",)),
+    "device": (specs.DeviceSpec, ("probe",)),
 }
-REFERENCES: dict[str, tuple[str, ...]] = {
-    "backend": ("engine", "environment"),
-    "transfer": ("driver", "source", "sink"),
-    "launcher": ("launcher",),
-    "recipe": ("recipe",),
-    "service": ("service",),
-    "device": ("probe",),
-}
-"""Fields of a spec that name something as "module:Attribute"; the first one is what `load_class` loads."""
+"""Kind -> its spec, and the spec's fields that name something as "module:Attribute", the main one first."""
 
 
 def fail(info: PluginInfo, kind: str, cause: str, error: type[PluginError] = PluginError) -> PluginError:
     """Return the error for one failure of a plugin: one line that names plugin, dist, version and cause."""
-    message = " ".join(f"{info} cannot be used: {cause}".split())
-    return error(message, plugin=info.name, group=info.group, dist=info.dist, version=info.version, kind=kind)
+    dist = {"dist": info.dist, "version": info.version}
+    return error(info.unusable(cause), plugin=info.name, group=info.group, kind=kind, **dist)
 
 
 def _told(exc: BaseException) -> str:
     return f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
 
 
-def load_spec(manager: pluggy.PluginManager, info: PluginInfo) -> Spec:
-    """Import the plugin's hooks module, register it in `manager`, call its hook and return the checked spec.
+def load_spec(info: PluginInfo) -> Spec:
+    """Import the plugin's hooks module, register it, call its hook and return the checked spec.
 
-    On any failure nothing of the plugin stays registered. A module that serves several entry points is registered
-    once; asking again is harmless.
+    Each plugin gets a plugin manager of its own, which is thrown away: nothing of a plugin that fails stays
+    registered (pluggy up to 1.6 keeps one whose validation failed), and no plugin sees another's hooks.
     """
     plugin = resolve(info, info.module)
     if not isinstance(plugin, ModuleType):
         cause = f"its entry point {info.module!r} is a {type(plugin).__name__}; plugins are modules"
         raise fail(info, "not-a-module", cause)
-    fresh = not manager.is_registered(plugin)
-    try:
-        if fresh:
-            _register(manager, info, plugin)
-        return _pick(info, _ask(manager, info, plugin))
-    except BaseException:
-        # pluggy up to 1.6 leaves a plugin half registered when its validation fails.
-        if fresh and manager.is_registered(plugin):
-            manager.unregister(plugin)
-        raise
+    return _pick(info, _ask(info, plugin))
 
 
-def _register(manager: pluggy.PluginManager, info: PluginInfo, plugin: ModuleType) -> None:
-    from pluggy import PluginValidationError
+def _ask(info: PluginInfo, plugin: ModuleType) -> list[Any]:
+    from pluggy import PluginManager, PluginValidationError
 
+    from powertrain import hookspecs
+
+    manager = PluginManager("powertrain")
+    manager.add_hookspecs(hookspecs)
+    kind, cause = "bad-signature", "hook arguments do not fit"
     try:
         manager.register(plugin)
-    except PluginValidationError as exc:
-        raise fail(info, "bad-signature", f"hook arguments do not fit, {exc}") from exc
-    except Exception as exc:
-        raise fail(info, "broken-import", f"registering {info.module} raised {_told(exc)}") from exc
-    try:
+        kind, cause = "hook-typo", "it implements a hook that does not exist"
         manager.check_pending()
     except PluginValidationError as exc:
-        raise fail(info, "hook-typo", f"it implements a hook that does not exist, {exc}") from exc
-
-
-def _ask(manager: pluggy.PluginManager, info: PluginInfo, plugin: ModuleType) -> list[Any]:
+        raise fail(info, kind, f"{cause}, {exc}") from exc
+    except Exception as exc:
+        raise fail(info, "broken-import", f"registering {info.module} raised {_told(exc)}") from exc
     hook = f"powertrain_{info.kind}"
-    if hook not in {caller.name for caller in manager.get_hookcallers(plugin) or ()}:
+    caller = getattr(manager.hook, hook)
+    if not caller.get_hookimpls():
         cause = f"{info.module} has no hook {hook}; is `@powertrain.hookimpl` missing above it?"
         raise fail(info, "no-hook", cause)
-    caller = manager.subset_hook_caller(hook, [other for other in manager.get_plugins() if other is not plugin])
     try:
         answers: list[Any] = caller()
     except (Exception, SystemExit) as exc:
@@ -105,40 +77,37 @@ def _ask(manager: pluggy.PluginManager, info: PluginInfo, plugin: ModuleType) ->
 
 
 def _pick(info: PluginInfo, answers: list[Any]) -> Spec:
-    wanted = SPEC_OF_KIND[info.kind]
+    hook, wanted = f"its hook powertrain_{info.kind}", SPECS[info.kind][0]
     for answer in answers:
         if isinstance(answer, CoroutineType):
             answer.close()  # an `async def` hook: say so below, without a second warning about it
         if not isinstance(answer, wanted):
-            cause = f"its hook powertrain_{info.kind} returned a {type(answer).__name__}, not a {wanted.__name__}"
-            raise fail(info, "wrong-return", cause)
+            raise fail(info, "wrong-return", f"{hook} returned a {type(answer).__name__}, not a {wanted.__name__}")
     named: list[Spec] = [answer for answer in answers if answer.name == info.name]
     if len(named) != 1:
         names = ", ".join(repr(answer.name) for answer in answers) or "none"
-        cause = f"its hook powertrain_{info.kind} must return one spec named {info.name!r}, it returned {names}"
-        raise fail(info, "wrong-return", cause)
-    spec = named[0]
-    _check_api(info, spec.api)
-    if isinstance(spec, BackendSpec):
+        raise fail(info, "wrong-return", f"{hook} must return one spec named {info.name!r}, it returned {names}")
+    _check_api(info, named[0].api)
+    if isinstance(named[0], specs.BackendSpec):
         try:
-            spec.axis_table()
+            named[0].axis_table()
         except ConfigError as exc:
             raise fail(info, "wrong-return", f"its spec cannot be used, {exc}") from exc
-    return spec
+    return named[0]
 
 
 def _check_api(info: PluginInfo, api: Any) -> None:
     match api:
         case (int(major), int(minor)):
-            theirs, ours = f"{major}.{minor}", ".".join(map(str, API_VERSION))
+            theirs = (major, minor)
         case _:
             raise fail(info, "wrong-return", f"its spec's api is {api!r}, not a pair of numbers")
-    if major < API_VERSION[0]:
-        cause = f"it was made for API {theirs}, which is too old for this powertrain's {ours}; upgrade {info.dist}"
-        raise fail(info, "api-too-old", cause)
-    if (major, minor) > API_VERSION:
-        cause = f"it was made for API {theirs}, which is too new for this powertrain's {ours}; upgrade powertrain"
-        raise fail(info, "api-too-new", cause)
+    if (API_VERSION[0], 0) <= theirs <= API_VERSION:
+        return
+    age, way = ("old", f"upgrade {info.dist}") if theirs < API_VERSION else ("new", "upgrade powertrain")
+    made_for, ours = ("{}.{}".format(*version) for version in (theirs, API_VERSION))
+    cause = f"it was made for API {made_for}, which is too {age} for this powertrain's {ours}; {way}"
+    raise fail(info, f"api-too-{age}", cause)
 
 
 def load_reference(info: PluginInfo, spec: Spec, field: str) -> Any:
@@ -179,19 +148,9 @@ def _not_found(
     if not absent or absent.partition(".")[0] == module.partition(".")[0]:
         return fail(info, "broken-import", f"importing {module} raised {_told(exc)}")
     absents = [name for name in missing(requires) if name != absent.partition(".")[0]]
-    hint = install or _extra(info) or f"install the package that provides {absent!r}"
+    hint = install or f"pip install '{info.dist}[engine]', or the package that provides {absent!r}"
     cause = f"{module} needs {', '.join(map(repr, [absent, *absents]))}, not installed here; way out: {hint}"
     return fail(info, "missing-dependency", cause, MissingDependencyError)
-
-
-def _extra(info: PluginInfo) -> str:
-    from importlib import metadata
-
-    try:
-        extras = metadata.metadata(info.dist).get_all("Provides-Extra") or []
-    except metadata.PackageNotFoundError:
-        return ""
-    return f"pip install '{info.dist}[engine]'" if "engine" in extras else ""
 
 
 def missing(requires: tuple[str, ...]) -> tuple[str, ...]:
@@ -203,9 +162,7 @@ def missing(requires: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _present(name: str) -> bool:
-    if name in sys.modules:
-        return True
     try:
-        return util.find_spec(name) is not None
+        return name in sys.modules or util.find_spec(name) is not None
     except (ImportError, ValueError):
         return False
