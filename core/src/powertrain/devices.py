@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,14 +25,11 @@ _DRIVER_FOLDER: Final = Path("/proc/driver/nvidia/gpus")
 
 def count_cards() -> int:
     """Return how many cards this host has, whatever the visible-devices variable says; 0 where no driver answers."""
-    tool = shutil.which("nvidia-smi")
-    if tool is not None:
-        try:
-            done = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=True)
-            return len(re.findall(r"^GPU \d+:", done.stdout, re.MULTILINE))
-        except (OSError, subprocess.SubprocessError):
-            pass  # a tool without its driver: the driver's own files decide
-    return len(list(_DRIVER_FOLDER.iterdir())) if _DRIVER_FOLDER.is_dir() else 0
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=True)
+        return len(re.findall(r"^GPU \d+:", done.stdout, re.MULTILINE))
+    except (OSError, subprocess.SubprocessError):  # no tool, or one without its driver: the driver's own files decide
+        return len(list(_DRIVER_FOLDER.glob("*")))
 
 
 def visible_cards(variable_value: str | None, count: int | None = None) -> tuple[str, ...]:
@@ -49,11 +45,12 @@ def visible_cards(variable_value: str | None, count: int | None = None) -> tuple
     for entry in (text.strip() for text in variable_value.split(",")):
         if not entry or entry.startswith("-") or entry == "NoDevFiles":
             break
+        named = f"{VISIBLE_VARIABLE}={variable_value} names card {entry}"
         if entry in entries:
-            message = f"{VISIBLE_VARIABLE}={variable_value} names card {entry} twice; two ranks would share it"
+            message = f"{named} twice; two ranks would share it"
             raise DeviceError(message)
         if count and entry.isdecimal() and int(entry) >= count:
-            message = f"{VISIBLE_VARIABLE}={variable_value} names card {entry}; this host has {count}, 0 to {count - 1}"
+            message = f"{named}; this host has {count}, 0 to {count - 1}"
             raise DeviceError(message)
         entries.append(entry)
     return tuple(entries)
@@ -62,10 +59,8 @@ def visible_cards(variable_value: str | None, count: int | None = None) -> tuple
 def require_cards(visible: Sequence[str], needed: int) -> None:
     """Raise DeviceError with both numbers when fewer cards are visible than a layout needs."""
     if len(visible) < needed:
-        message = (
-            f"{len(visible)} devices visible, {needed} needed; widen {VISIBLE_VARIABLE}, shrink the layout, "
-            "or take device: cpu"
-        )
+        way = f"widen {VISIBLE_VARIABLE}, shrink the layout, or take device: cpu"
+        message = f"{len(visible)} devices visible, {needed} needed; {way}"
         raise DeviceError(message)
 
 
@@ -95,13 +90,12 @@ def resolve_device(choice: str, environ: Mapping[str, str] | None = None) -> str
     if choice == "cpu":
         return "cpu"
     variable = (os.environ if environ is None else environ).get(VISIBLE_VARIABLE)
-    count = count_cards() if variable is None or visible_cards(variable) else 0
+    count = count_cards()
     if count and visible_cards(variable, count):
         return "cuda"
     if choice == "auto":
         return "cpu"
     shown = "not set" if variable is None else repr(variable)
-    message = (
-        f"device is cuda and no card is visible ({count} on this host, {VISIBLE_VARIABLE} {shown}); take cpu or auto"
-    )
+    there = f"{count} on this host, {VISIBLE_VARIABLE} {shown}"
+    message = f"device is cuda and no card is visible ({there}); take cpu or auto"
     raise DeviceError(message)

@@ -6,7 +6,7 @@ the same user asked for, that is an `EnvironmentConflictError` instead of a sile
 parent's own world are never inherited.
 
 Variables such as `PYTHONHASHSEED` and `CUBLAS_WORKSPACE_CONFIG` are read once, when an interpreter starts or a
-library makes its first handle, so they belong into a worker's spec; `assert_determinism` tells from inside the
+library makes its first handle, so they belong into a worker's spec; `check_determinism` tells from inside the
 started process whether they were there in time.
 """
 
@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,26 +33,14 @@ _RENDEZVOUS: Final = frozenset({"MASTER_ADDR", "MASTER_PORT"})
 _HASH_SEED: Final = "PYTHONHASHSEED"
 
 
-@dataclass(frozen=True, slots=True)
-class _Promise:
-    """One determinism variable: the value given when there is none, which others hold the promise too, in words."""
-
-    default: str
-    holds: Callable[[str], bool]
-    allowed: str
-
-
-def _is_hash_seed(value: str) -> bool:
-    return value.isdecimal() and int(value) < 2**32
-
-
-_DETERMINISM: Final[Mapping[str, _Promise]] = {
-    "CUBLAS_WORKSPACE_CONFIG": _Promise(":4096:8", lambda value: value in {":4096:8", ":16:8"}, ":4096:8 or :16:8"),
-    _HASH_SEED: _Promise("0", _is_hash_seed, "a fixed number from 0 to 4294967295"),
-    "NCCL_ALGO": _Promise("Ring", bool, "a named algorithm such as Ring"),
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": _Promise("0", lambda value: value == "0", "0"),
-    "FLASH_ATTENTION_DETERMINISTIC": _Promise("1", lambda value: value == "1", "1"),
+_PROMISES: Final[Mapping[str, tuple[str, Callable[[str], bool], str]]] = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", lambda value: value in {":4096:8", ":16:8"}, ":4096:8 or :16:8"),
+    _HASH_SEED: ("0", lambda value: value.isdecimal() and int(value) < 2**32, "a fixed number from 0 to 4294967295"),
+    "NCCL_ALGO": ("Ring", bool, "a named algorithm such as Ring"),
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0", lambda value: value == "0", "0"),
+    "FLASH_ATTENTION_DETERMINISTIC": ("1", lambda value: value == "1", "1"),
 }
+"""Variables of determinism -> the value given when there is none, which others keep the promise too, in words."""
 
 
 def is_rank_variable(name: str) -> bool:
@@ -102,9 +89,8 @@ def determinism_variables(seed: int, inherited: Mapping[str, str]) -> dict[str, 
 
     EnvironmentConflictError names each one in `inherited` that breaks it.
     """
-    values = {name: promise.default for name, promise in _DETERMINISM.items()}
-    values[_HASH_SEED] = str(seed % 2**32)
-    values.update((name, inherited[name]) for name in _DETERMINISM if name in inherited)
+    defaults = {name: default for name, (default, _, _) in _PROMISES.items()} | {_HASH_SEED: str(seed % 2**32)}
+    values = {name: inherited.get(name, default) for name, default in defaults.items()}
     problems = check_determinism(values)
     if problems:
         raise EnvironmentConflictError("\n".join(problems))
@@ -122,23 +108,16 @@ def check_determinism(
     if environ is None:
         environ, at_start = os.environ, start_environment() if at_start is None else at_start
     problems = []
-    for name, promise in _DETERMINISM.items():
+    for name, (_, keeps, allowed) in _PROMISES.items():
         value = environ.get(name)
         if value is None:
-            problems.append(f"{name} is not set; determinism needs {promise.allowed}")
-        elif not promise.holds(value):
-            problems.append(f"{name}={value!r} contradicts the determinism asked for, which needs {promise.allowed}")
+            problems.append(f"{name} is not set; determinism needs {allowed}")
+        elif not keeps(value):
+            problems.append(f"{name}={value!r} contradicts the determinism asked for, which needs {allowed}")
         elif at_start is not None and at_start.get(name) != value:
             before = f"{at_start[name]!r}" if name in at_start else "not set"
             problems.append(f"{name}={value!r} came too late: it was {before} when the process started")
     return problems
-
-
-def assert_determinism(environ: Mapping[str, str] | None = None) -> None:
-    """Raise EnvironmentConflictError for what `check_determinism` finds; a worker calls it before heavy imports."""
-    problems = check_determinism(environ)
-    if problems:
-        raise EnvironmentConflictError("\n".join(problems))
 
 
 def start_environment() -> dict[str, str] | None:
@@ -179,7 +158,8 @@ def build_environment(
     explicit value that contradicts determinism, rank or devices.
     """
     explicit = _texts(user, "your env")
-    base = {name: value for name, value in _inherit(inherited).items() if not is_rank_variable(name)}
+    whole = os.environ if inherited is None else _texts(inherited, "the inherited environment")
+    base = {name: value for name, value in whole.items() if not is_rank_variable(name)}
     if deterministic:
         # A test runner or shell may have drawn it at random; two runs shall agree all the same.
         base.pop(_HASH_SEED, None)
@@ -197,33 +177,24 @@ def build_environment(
     return {**env, **(rank or {}), **(devices or {}), **explicit}
 
 
-def _inherit(inherited: Mapping[str, str] | None) -> dict[str, str]:
-    return dict(os.environ) if inherited is None else _texts(inherited, "the inherited environment")
-
-
 def _contradictions(explicit: Mapping[str, str], rank: Mapping[str, str], devices: Mapping[str, str]) -> list[str]:
     """List the user's values that differ from this process's rank and cards, or give a rank to one that has none."""
-    problems = [
-        f"{name}={explicit[name]!r} in your env contradicts {name}={value!r}, {origin}"
-        for facts, origin in (
-            (rank, "this worker's rank; leave it out of your env"),
-            (devices, "the cards that the layout gives this process; export it before the run starts to choose cards"),
-        )
-        for name, value in facts.items()
-        if explicit.get(name, value) != value
-    ]
-    problems.extend(
-        f"{name}={value!r} in your env contradicts that this process has no {'such rank variable' if rank else 'rank'}"
-        "; leave it out of your env"
-        for name, value in explicit.items()
-        if is_rank_variable(name) and name not in rank and (rank or name not in _RENDEZVOUS)
-    )
+    own_rank = "this worker's rank; leave it out of your env"
+    own_cards = "the cards that the layout gives this process; export it before the run starts to choose cards"
+    no_rank = "no such rank variable" if rank else "no rank"
+    problems = []
+    for name, value in explicit.items():
+        fact, origin = (rank[name], own_rank) if name in rank else (devices.get(name, value), own_cards)
+        if value != fact:
+            problems.append(f"{name}={value!r} in your env contradicts {name}={fact!r}, {origin}")
+        if is_rank_variable(name) and name not in rank and (rank or name not in _RENDEZVOUS):
+            told = f"{name}={value!r} in your env contradicts that this process has {no_rank}"
+            problems.append(f"{told}; leave it out of your env")
     return problems
 
 
 def _texts(layer: Layer | None, where: str) -> dict[str, str]:
     """Return the layer with text values; ConfigError for what has no single obvious text or cannot be passed on."""
-    texts: dict[str, str] = {}
     for name, value in (layer or {}).items():
         if not isinstance(name, str) or not name or "=" in name or "\0" in name:
             message = f"{where}: {name!r} cannot be a variable's name"
@@ -231,8 +202,7 @@ def _texts(layer: Layer | None, where: str) -> dict[str, str]:
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             message = f"{where}: {name} is {value!r}; write the exact text in quotes"
             raise ConfigError(message)
-        texts[name] = str(value)
-        if "\0" in texts[name]:
+        if "\0" in str(value):
             message = f"{where}: the value of {name} holds a zero byte"
             raise ConfigError(message)
-    return texts
+    return {name: str(value) for name, value in (layer or {}).items()}
