@@ -38,7 +38,9 @@ def slow(record, text, tokens):
 
 
 def powertrain(*words, **kwargs):
-    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG")}
+    env = {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG")
+    }
     return subprocess.run(
         [*COMMAND, *map(str, words)], capture_output=True, text=True, timeout=240, check=False, env=env, **kwargs
     )
@@ -95,7 +97,9 @@ def test_interrupted_run_says_how_to_go_on(recipe_file, tmp_path, number):
     folder = tmp_path / "run"
     words = ["run", recipe_file, "--folder", folder, "ppo.reward=slow.py:slow", "ppo.export=false"]
     with subprocess.Popen([*COMMAND, *map(str, words)], stderr=subprocess.PIPE, text=True) as process:
-        watcher = f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'waiting')!r}).exists(): time.sleep(0.02)"
+        watcher = (
+            f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'waiting')!r}).exists(): time.sleep(0.02)"
+        )
         subprocess.run([sys.executable, "-c", watcher], timeout=60, check=True)
         process.send_signal(number)
         _, said = process.communicate(timeout=60)

@@ -25,9 +25,7 @@ def run(file, folder, *words, resume=False):
         config = load_config(folder / "config.yaml", words, registry=registry)
         carry_out(config, RunFolder.open(folder), registry=registry, resumed=True)
     else:
-        carry_out(
-            load_config(file, words, registry=registry), RunFolder.make(folder), registry=registry, resumed=False
-        )
+        carry_out(load_config(file, words, registry=registry), RunFolder.make(folder), registry=registry, resumed=False)
     return read_metrics(folder / "metrics.jsonl")
 
 

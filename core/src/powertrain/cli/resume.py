@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from powertrain.cli.run import carry_on, start_again
+from powertrain.cli.run import allow_mixed, carry_on, start_again
 
 FIXED: Final = ("recipe", "model", "seed", "lora", "name", "runs", "base")
 """Keys that a resumed run keeps."""
@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `powertrain resume`."""
     parser.add_argument("folder", metavar="RUN_DIR", help="folder of the run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the run's config.yaml")
+    allow_mixed(parser)
 
 
 def execute(args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ import argparse
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from powertrain.errors import ConfigError
 
@@ -34,6 +34,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="print configuration and placement, start nothing")
     parser.add_argument("--folder", metavar="RUN_DIR", help="the run's folder, new; made below `runs` if not given")
+    allow_mixed(parser)
+
+
+def allow_mixed(parser: argparse.ArgumentParser) -> None:
+    """Let options stand between `key=value` words too; argparse by itself takes such words in one row only."""
+    plain = parser.parse_known_args
+
+    def parse(args: Any = None, namespace: Any = None) -> Any:
+        parser.parse_known_args = plain  # type: ignore[method-assign]
+        return parser.parse_known_intermixed_args(args, namespace)
+
+    parser.parse_known_args = parse  # type: ignore[method-assign]
 
 
 def execute(args: argparse.Namespace) -> int:

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-SHOTS = ((12, 25), (58, 71))
+SHOTS: Final = ((12, 25), (58, 71))
+"""The worked examples in front of each question; their pairs are not asked for."""
 
 
-def sums(
-    low: int = 10, high: int = 99, system: str = "Reply with just the number.", shots: int = 2
-) -> list[dict[str, Any]]:
-    """Return one record for each ordered pair of numbers from `low` to `high`: a chat prompt and the `answer`.
+def sums(low: int = 10, high: int = 99, shots: int = 2) -> list[dict[str, Any]]:
+    """Return one record for each ordered pair of numbers from `low` to `high`: lines of sums, the last one open.
 
-    system: the system message, "" for none. shots: worked examples in front, at most two; their pairs are left out.
+    shots: worked examples in front, at most two. Answers end at the line's end, so `stop: ["\\n"]` belongs to it.
     """
-    examples = SHOTS[:shots]
-    head = [{"role": "system", "content": system}] if system else []
-    for a, b in examples:
-        head += [{"role": "user", "content": f"What is {a} + {b}?"}, {"role": "assistant", "content": str(a + b)}]
+    head = "".join(f"{a} + {b} = {a + b}\n" for a, b in SHOTS[:shots])
     return [
         {
-            "prompt": [*head, {"role": "user", "content": f"What is {a} + {b}?"}],
+            "prompt": f"{head}{a} + {b} =",
             "answer": str(a + b),
             "key": f"{min(a, b)}+{max(a, b)}",  # a + b and b + a are never on both sides of the split
         }
         for a in range(low, high + 1)
         for b in range(low, high + 1)
-        if (a, b) not in examples
+        if (a, b) not in SHOTS and (b, a) not in SHOTS
     ]
 
 
