@@ -95,7 +95,6 @@ def resolve_device(choice: str, environ: Mapping[str, str] | None = None) -> str
         return "cuda"
     if choice == "auto":
         return "cpu"
-    shown = "not set" if variable is None else repr(variable)
-    there = f"{count} on this host, {VISIBLE_VARIABLE} {shown}"
-    message = f"device is cuda and no card is visible ({there}); take cpu or auto"
+    hidden = "" if variable is None else f", {VISIBLE_VARIABLE} is {variable!r}"
+    message = f"device is cuda and no card is visible ({count} on this host{hidden}); take cpu or auto"
     raise DeviceError(message)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Final
 
 from powertrain.errors import ConfigError, EnvironmentConflictError
@@ -31,8 +30,6 @@ _RANK_VARIABLE: Final = re.compile(
 )
 _RENDEZVOUS: Final = frozenset({"MASTER_ADDR", "MASTER_PORT"})
 _HASH_SEED: Final = "PYTHONHASHSEED"
-
-
 _PROMISES: Final[Mapping[str, tuple[str, Callable[[str], bool], str]]] = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", lambda value: value in {":4096:8", ":16:8"}, ":4096:8 or :16:8"),
     _HASH_SEED: ("0", lambda value: value.isdecimal() and int(value) < 2**32, "a fixed number from 0 to 4294967295"),
@@ -106,7 +103,9 @@ def check_determinism(
     came too late for whatever reads it once. Given a mapping, only `at_start` (if given) is compared.
     """
     if environ is None:
-        environ, at_start = os.environ, start_environment() if at_start is None else at_start
+        import psutil  # type: ignore[import-untyped]
+
+        environ, at_start = os.environ, psutil.Process().environ()
     problems = []
     for name, (_, keeps, allowed) in _PROMISES.items():
         value = environ.get(name)
@@ -120,19 +119,6 @@ def check_determinism(
     return problems
 
 
-def start_environment() -> dict[str, str] | None:
-    """Return the environment that this process was started with, whatever has been set since; None if not known.
-
-    Linux only. Programs that rewrite their process title overwrite it, so it is read early.
-    """
-    try:
-        block = Path("/proc/self/environ").read_bytes()
-    except OSError:
-        return None
-    pairs = (entry.partition("=") for entry in os.fsdecode(block).split("\0") if "=" in entry)
-    return {name: value for name, _, value in pairs}
-
-
 def build_environment(
     *,
     inherited: Mapping[str, str] | None = None,
@@ -144,7 +130,6 @@ def build_environment(
     seed: int = 0,
     rank: Mapping[str, str] | None = None,
     devices: Mapping[str, str] | None = None,
-    cores: int | None = None,
     ranks_on_host: int = 1,
 ) -> dict[str, str]:
     """Return the whole environment of one process, all values text.
@@ -163,7 +148,7 @@ def build_environment(
     if deterministic:
         # A test runner or shell may have drawn it at random; two runs shall agree all the same.
         base.pop(_HASH_SEED, None)
-    env = {**default_variables(cores=cores, ranks_on_host=ranks_on_host), **base}
+    env = {**default_variables(ranks_on_host=ranks_on_host), **base}
     for name, layer in (("launcher", launcher), ("backend", backend), ("recipe", recipe)):
         env.update(_texts(layer, f"the {name}'s environment"))
     problems = _contradictions(explicit, rank or {}, devices or {})
@@ -199,10 +184,7 @@ def _texts(layer: Layer | None, where: str) -> dict[str, str]:
         if not isinstance(name, str) or not name or "=" in name or "\0" in name:
             message = f"{where}: {name!r} cannot be a variable's name"
             raise ConfigError(message)
-        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-            message = f"{where}: {name} is {value!r}; write the exact text in quotes"
-            raise ConfigError(message)
-        if "\0" in str(value):
-            message = f"{where}: the value of {name} holds a zero byte"
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)) or "\0" in str(value):
+            message = f"{where}: {name} is {value!r}; write the exact text in quotes, without zero bytes"
             raise ConfigError(message)
     return {name: str(value) for name, value in (layer or {}).items()}

@@ -25,6 +25,7 @@ from powertrain.registry import Registry
 from powertrain.specs import API_VERSION
 
 _STATUS: Final = {"planned": "engine not there yet", "missing": "needs packages"}
+_FAILURE: Final = {"duplicate": "duplicate", "blocked": "blocked"}
 _UNCHECKED: Final = ("role", "summary", "axes", "options", "capabilities", "missing", "install", "api")
 
 
@@ -40,8 +41,7 @@ def execute(args: argparse.Namespace) -> int:
     rows = listing(check=args.check, deadline=args.deadline)
     if args.json:
         document = {"schema": 1, "powertrain": __version__, "api": list(API_VERSION), "checked": args.check}
-        json.dump(document | {"plugins": rows}, sys.stdout, indent=2, sort_keys=True)
-        sys.stdout.write("\n")
+        sys.stdout.write(json.dumps(document | {"plugins": rows}, indent=2, sort_keys=True) + "\n")
     else:
         _show(rows, checked=args.check)
     return 0
@@ -50,16 +50,14 @@ def execute(args: argparse.Namespace) -> int:
 def listing(*, check: bool, deadline: float | None = None) -> list[dict[str, Any]]:
     """Return one mapping for each plugin with the keys that the module's docstring lists."""
     infos = Registry().list()
-    failure = {"duplicate": "duplicate", "blocked": "blocked"}
     rows: list[dict[str, Any]] = [
-        {**asdict(info), "kind": info.kind, "failure": failure.get(info.status, ""), **dict.fromkeys(_UNCHECKED)}
+        {**asdict(info), "kind": info.kind, "failure": _FAILURE.get(info.status, ""), **dict.fromkeys(_UNCHECKED)}
         for info in infos
     ]
     if check:
-        from powertrain.registry.check import DEADLINE
-        from powertrain.registry.check import check as check_all
+        from powertrain.registry import check as checks
 
-        for row, result in zip(rows, check_all(infos, deadline=deadline or DEADLINE), strict=True):
+        for row, result in zip(rows, checks.check(infos, deadline=deadline or checks.DEADLINE), strict=True):
             row.update(result)
     return sorted(rows, key=lambda row: (row["name"], row["kind"], row["dist"]))
 
