@@ -171,6 +171,15 @@ async def test_float32_head_sees_an_update_in_place(start, models):
     assert after.logprobs_t1.tolist() != before.logprobs_t1.tolist()
 
 
+async def test_pausing_a_sleeping_engine_wakes_it(start, models):
+    engine = await start()
+    await engine.release_memory()
+    await engine.pause()
+    await asyncio.to_thread(write, engine, models.model(seed=1), 2)
+    await engine.resume("1.2")
+    assert (await engine.generate(request())).completions[0].segments[0].version == "1.2"
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 async def test_memory_is_released_and_taken_again(start, frozen):
     engine = await start()

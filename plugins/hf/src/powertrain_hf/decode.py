@@ -161,7 +161,7 @@ class Decoder:
         at = np.fromiter((len(row.tokens) for row in self._rows), dtype=np.uint64, count=len(self._rows))
         uniform = torch.from_numpy(uniforms(self._keys, at)).to(device)
         tokens, logprobs, plain = draw(self._logits, self._temperature, self._top_k, self._top_p, uniform)
-        ended = []
+        ended: list[Row] = []
         for row, *drawn in zip(self._rows, tokens.tolist(), logprobs.tolist(), plain.tolist(), strict=True):
             if not row.finish:
                 row.take(*drawn)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-import warnings
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from powertrain_hf.decode import Row
     from powertrain_hf.machine import HfSink, Machine
 
+logger = logging.getLogger(__name__)
 CLOSE_SECONDS = 15.0
 EARLY = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED")
 """Variables that libraries read once, when they are loaded."""
@@ -40,13 +42,11 @@ class HfEngine(InferEngine):
 
     def prepare(self, env: Mapping[str, str]) -> None:
         """Set the variables that differ; those that libraries have read already are warned about."""
-        import sys
-
         changed = {name: value for name, value in env.items() if os.environ.get(name) != value}
         os.environ.update(changed)
         late = [name for name in changed if name in EARLY] if "torch" in sys.modules else []
         if late:
-            warnings.warn(f"too late to have an effect on torch in this process: {', '.join(late)}", stacklevel=2)
+            logger.warning("set too late to have an effect in this process: %s", ", ".join(late))
 
     async def build(self, spec: EngineSpec) -> None:
         """Load the model and start the compute thread. ConfigError for more than one rank: instances are engines."""
@@ -99,9 +99,11 @@ class HfEngine(InferEngine):
             raise UnfitError(message)
         if request.adapter is not None:
             self._machine.adapters.check(request.adapter)
-        prompt, vocabulary = request.prompt, self._machine.vocabulary
-        if len(prompt) < 1 or int(min(prompt)) < 0 or int(max(prompt)) >= vocabulary:
-            span = f"{min(prompt)} to {max(prompt)}" if len(prompt) else "nothing"
+        import numpy as np
+
+        prompt, vocabulary = np.asarray(request.prompt), self._machine.vocabulary
+        if len(prompt) < 1 or int(prompt.min()) < 0 or int(prompt.max()) >= vocabulary:
+            span = f"{prompt.min()} to {prompt.max()}" if len(prompt) else "nothing"
             message = f"prompt of {request.request_id!r} holds {span}; it needs token ids from 0 to {vocabulary - 1}"
             raise ConfigError(message)
         return Item(request, Row.of(request))
@@ -151,13 +153,15 @@ class HfEngine(InferEngine):
 
     # ---- pause and weights
     async def pause(self, mode: str = "wait") -> None:
-        """Stop between two decode steps (keep, abort) or when all in flight have ended (wait)."""
+        """Stop between two decode steps (keep, abort) or when all in flight have ended (wait); wakes a sleeper."""
         if mode not in PAUSE_MODES:
             message = f"pause mode is {mode!r}; it is one of {', '.join(PAUSE_MODES)}"
             raise ConfigError(message)
         was = self.state
         try:
             await asyncio.wrap_future(self._scheduler.pause(mode))
+            if was == "asleep":
+                await asyncio.to_thread(self._machine.wake)
         except BaseException:
             if was == "ready":
                 self._scheduler.resume()
@@ -188,8 +192,14 @@ class HfEngine(InferEngine):
         if self.state == "ready" and self._scheduler.counts()["requests"]:
             message = "memory cannot be released while requests run; pause the engine first"
             raise StateError(message)
-        await asyncio.wrap_future(self._scheduler.pause("keep"))
-        await asyncio.to_thread(self._machine.sleep)
+        was = self.state
+        try:
+            await asyncio.wrap_future(self._scheduler.pause("keep"))
+            await asyncio.to_thread(self._machine.sleep)
+        except BaseException:
+            if was == "ready":
+                self._scheduler.resume()
+            raise
 
     async def resume_memory(self) -> None:
         """Bring the weights back to the card; the engine stays paused."""
