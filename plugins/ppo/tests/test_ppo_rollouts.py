@@ -77,6 +77,17 @@ async def test_batch_scores_completion_tokens_only():
     assert batch.token_fields["fresh"].tolist() == [0, 0, 1, 0, 0, 0, 0, 1]
 
 
+@pytest.mark.parametrize(
+    ("first_tokens", "kept"), [([[1, 0], [1, 1], [0, 2]], [10, 10, 12, 12]), ([[1, 1], [0, 0]], [10, 10])]
+)
+async def test_constant_groups_are_skipped_but_counted(first_tokens, kept):
+    samples, _ = await judge([[completion([token, 5]) for token in group] for group in first_tokens])
+    batch, advantages = training_batch(samples, [[0, 0]] * len(samples), std="none", eps=0, skip_constant=True)
+    assert batch.groups.tolist() == kept
+    assert batch.total_weight() == 2 * len(samples)
+    assert len(advantages) == len(samples)
+
+
 def test_staleness_is_measured_for_each_segment():
     ages = Ages()
     ages.published("1.1", 0)

@@ -45,6 +45,13 @@ OPTIONS = (
         help="Deviation that advantages are divided by: over n, over n - 1, or not at all.",
     ),
     OptionSpec(name="advantage_eps", type="float", default=1e-6, minimum=0, help="Added to that deviation."),
+    OptionSpec(
+        name="skip_constant",
+        type="bool",
+        default=True,
+        help="Leave groups whose rewards are all equal out of the training pass: their gradient is 0 (not so for a "
+        "loss with terms beside the advantage).",
+    ),
     OptionSpec(name="entropy", type="bool", default=False, help="Also measure the policy's entropy (costs time)."),
     OptionSpec(name="stop", type="list", default=[], help="Further texts, one token each, that end a completion."),
     OptionSpec(

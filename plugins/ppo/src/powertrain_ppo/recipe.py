@@ -169,7 +169,11 @@ class Loop:
             ages = [self.ages.of_tokens(sample.completion, self.trained) for sample in rollout.samples]
             self._check_staleness(ages)
             batch, advantages = training_batch(
-                rollout.samples, ages, std=options["advantage_std"], eps=options["advantage_eps"]
+                rollout.samples,
+                ages,
+                std=options["advantage_std"],
+                eps=options["advantage_eps"],
+                skip_constant=options["skip_constant"],
             )
             self.progress.doing(f"step {step}: training")
             with timed(seconds, "train"):
@@ -178,7 +182,8 @@ class Loop:
             self.progress.doing(f"step {step}: publishing the weights")
             with timed(seconds, "sync"):
                 report = await self._push()
-        row = self._metrics(rollout, ages, advantages, batch, result)
+        row = self._metrics(rollout, ages, advantages, result)
+        row |= self._mismatch(batch, result)
         row |= _timings(rollout, result, report, seconds)
         every = options["eval_every"]
         if step == options["steps"] or (every and step % every == 0):
@@ -245,13 +250,10 @@ class Loop:
         self.progress.say(f"exported {count} tensors to {final}")
 
     def _metrics(
-        self, rollout: Rollout, ages: list[list[int]], advantages: list[float], batch: TrainBatch, result: StepResult
+        self, rollout: Rollout, ages: list[list[int]], advantages: list[float], result: StepResult
     ) -> dict[str, Any]:
         samples = rollout.samples
         flat = [age for row in ages for age in row]
-        fresh = flat.count(0) / len(flat)
-        loss = dict(result.metrics)
-        mean, largest = loss.pop("mismatch", None), loss.pop("mismatch_max", None)
         mixed = {sample.group for sample, advantage in zip(samples, advantages, strict=True) if advantage}
         return {
             "reward/mean": math.fsum(sample.reward for sample in samples) / len(samples),
@@ -267,12 +269,19 @@ class Loop:
             "grad_norm": result.grad_norm,
             "lr": result.lr,
             "train/tokens": result.tokens,
-            # At equal weights only: tokens of older versions differ for a good reason.
+            **{f"policy/{k}": v for k, v in result.metrics.items() if k not in {"mismatch", "mismatch_max"}},
+            "weight_version": self.version,
+        }
+
+    def _mismatch(self, batch: TrainBatch, result: StepResult) -> dict[str, Any]:
+        """Return training's log-probs against inference's at equal weights; tokens of older versions do not count."""
+        scored = int((batch.weights > 0).sum())
+        fresh = float(batch.token_fields["fresh"].sum()) / scored
+        mean, largest = result.metrics.get("mismatch"), result.metrics.get("mismatch_max")
+        return {
             "mismatch/mean": mean / fresh if mean is not None and fresh else None,
             "mismatch/max": largest if fresh else None,
             "mismatch/heads_agree": self.context.driver.heads_agree,
-            **{f"policy/{name}": value for name, value in loss.items()},
-            "weight_version": self.version,
         }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from powertrain.errors import PowertrainError
@@ -104,23 +104,33 @@ async def judged(
 
 
 def training_batch(
-    samples: Sequence[Sample], ages: Sequence[Sequence[int]], *, std: str, eps: float
+    samples: Sequence[Sample],
+    ages: Sequence[Sequence[int]],
+    *,
+    std: str,
+    eps: float,
+    skip_constant: bool = False,
 ) -> tuple[TrainBatch, list[float]]:
     """Return the batch that a step is taken on, and each sample's advantage.
 
     Token fields: `advantages`, `old_logprobs` (the inference engine's, under the sampling distribution) and `fresh`
-    (1 where the token's staleness is 0).
+    (1 where the token's staleness is 0). skip_constant: leave out groups without any advantage, but for the first
+    group where there is no other; the denominator stays the number of all samples' tokens.
     """
     advantages = group_advantages([s.group for s in samples], [s.reward for s in samples], std=std, eps=eps)
-    completions = [sample.completion for sample in samples]
+    rows = list(zip(samples, advantages, ages, strict=True))
+    tokens = sum(len(sample.completion.tokens) for sample in samples)
+    if skip_constant:
+        wanted = {sample.group for sample, advantage, _ in rows if advantage} or {samples[0].group}
+        rows = [row for row in rows if row[0].group in wanted]
     batch = TrainBatch.from_sequences(
-        [sample.prompt for sample in samples],
-        [completion.tokens.tolist() for completion in completions],
+        [sample.prompt for sample, _, _ in rows],
+        [sample.completion.tokens.tolist() for sample, _, _ in rows],
         token_fields={
-            "advantages": [[a] * len(c.tokens) for a, c in zip(advantages, completions, strict=True)],
-            "old_logprobs": [c.logprobs.tolist() for c in completions],
-            "fresh": [[float(age == 0) for age in row] for row in ages],
+            "advantages": [[advantage] * len(sample.completion.tokens) for sample, advantage, _ in rows],
+            "old_logprobs": [sample.completion.logprobs.tolist() for sample, _, _ in rows],
+            "fresh": [[float(age == 0) for age in row] for _, _, row in rows],
         },
-        groups=[sample.group for sample in samples],
+        groups=[sample.group for sample, _, _ in rows],
     )
-    return batch, advantages
+    return replace(batch, denominator=float(tokens)), advantages

@@ -12,7 +12,7 @@ SHOTS: Final = ((12, 25), (58, 71))
 def sums(low: int = 10, high: int = 99, shots: int = 2) -> list[dict[str, Any]]:
     """Return one record for each ordered pair of numbers from `low` to `high`: lines of sums, the last one open.
 
-    shots: worked examples in front, at most two. Answers end at the line's end, so `stop: ["\\n"]` belongs to it.
+    shots: worked examples in front, at most two. An answer ends with its line, so the newline belongs into `stop`.
     """
     head = "".join(f"{a} + {b} = {a + b}\n" for a, b in SHOTS[:shots])
     return [
