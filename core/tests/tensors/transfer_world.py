@@ -19,9 +19,10 @@ SHAPES = {"embed": (10, 6), "norm": (6,), "scalar": ()}
 
 
 def value(name, step):
-    """Return the whole tensor `name` after `step` steps."""
+    """Return the whole tensor `name` after `step` steps; no two tensors or steps have a number in common."""
     shape = SHAPES[name]
-    return torch.arange(1, 1 + max(1, torch.Size(shape).numel()), dtype=torch.float32).reshape(shape) + 1000 * step
+    first = 1 + 100 * list(SHAPES).index(name) + 1000 * step
+    return torch.arange(first, first + max(1, torch.Size(shape).numel()), dtype=torch.float32).reshape(shape)
 
 
 class Source:
