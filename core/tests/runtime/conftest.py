@@ -13,6 +13,7 @@ from powertrain.interfaces.build import EngineSpec
 from powertrain.interfaces.data import GenerateRequest, LossSpec, TrainBatch
 from powertrain.layout import parse_layout
 from powertrain.registry import Registry
+from powertrain.runtime import wire
 from powertrain.runtime.driver import Driver
 
 DIST = Path(__file__).parent / "dist"
@@ -24,6 +25,7 @@ def toy_plugin(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(DIST), *filter(None, [os.environ.get("PYTHONPATH")])]))
     monkeypatch.setenv("POWERTRAIN_PLUGINS", "powertrain-toy,local")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(wire, "RUN_PREFIX", f"powertrain-t{os.getpid()}-")  # other runs on this host do not count
 
 
 @pytest.fixture
@@ -73,7 +75,6 @@ def ask():
 
 @pytest.fixture
 def segments():
-    """Return a function that lists the segments of all drivers on this host made since the test began."""
+    """Return a function that lists the segments of this test's drivers."""
     folder = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
-    before = set(folder.glob("powertrain-*"))
-    return lambda: sorted(str(path) for path in set(folder.glob("powertrain-*")) - before)
+    return lambda: sorted(str(path) for path in folder.glob(f"{wire.RUN_PREFIX}*") if not path.name.endswith("lock"))

@@ -15,8 +15,9 @@ from powertrain.errors import HandshakeError, WorkerError
 from powertrain.interfaces.launcher import ProcessStatus
 from powertrain.runtime import socket as channel_module
 from powertrain.runtime import wire
+from powertrain.runtime.channel import DriverChannel, refusal
 from powertrain.runtime.handles import RankFault
-from powertrain.runtime.socket import DriverChannel, WorkerChannel, refusal
+from powertrain.runtime.socket import WorkerChannel
 from powertrain.specs import API_VERSION
 
 BIG = np.arange(50_000)
@@ -196,10 +197,10 @@ def test_closing_fails_what_is_outstanding_and_sweeps(pair, segments):
     (future,) = driver.call(["toy-r0"], [wire.pack(["m", [BIG]], prefix=driver.prefix)])
     worker.inbox.get(timeout=5)
     driver.close()
-    with pytest.raises(WorkerError, match="the driver has been closed"):
+    with pytest.raises(WorkerError, match="toy rank 0 cannot answer: the driver has been closed"):
         future.result(5)
     (later,) = driver.call(["toy-r0"], [wire.pack(["m", []], prefix=None)])
-    with pytest.raises(WorkerError, match="the driver has been closed"):
+    with pytest.raises(WorkerError, match="toy rank 0 cannot answer: the driver has been closed"):
         later.result(5)
     assert segments() == []
 

@@ -15,6 +15,7 @@ import pytest
 
 from powertrain.errors import ConfigError, DeadlineError, PluginError, StateError, UnknownPluginError
 from powertrain.interfaces.build import HeadSpec, RankSpec
+from powertrain.runtime import wire
 from powertrain.weights import WeightVersion
 
 
@@ -70,7 +71,10 @@ SCRIPT = """
     from powertrain.interfaces.data import GenerateRequest
     from powertrain.layout import parse_layout
     from powertrain.registry import Registry
+    from powertrain.runtime import wire
     from powertrain.runtime.driver import Driver
+
+    wire.RUN_PREFIX = sys.argv[2]
 
     async def main():
         registry = Registry()
@@ -93,7 +97,10 @@ def test_no_worker_outlives_its_driver(tmp_path, number, segments):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
     driver = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, str(script), str(tmp_path), wire.RUN_PREFIX],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     workers = [psutil.Process(int(pid)) for pid in driver.stdout.readline().split()]
     assert len(workers) == 2

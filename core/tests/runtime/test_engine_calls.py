@@ -178,7 +178,7 @@ async def test_an_engine_that_cannot_be_built_says_why_and_all_is_closed(make_dr
 
 
 async def test_an_engine_that_hangs_in_build_meets_the_start_deadline(make_driver, where):
-    driver = make_driver("toytrain:d1?fail=hang", inline=where, timeouts={"start": 1.0})
+    driver = make_driver("toytrain:d1?fail=hang", inline=where, timeouts={"start": 2.0})
     with pytest.raises(DeadlineError, match="toytrain rank 0 did not answer 'open'"):
         await driver.start()
 

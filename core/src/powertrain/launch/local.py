@@ -136,7 +136,7 @@ class LocalLauncher(Launcher):
         """Return the state of every process started, in start order. A negative code is the signal that ended it."""
         return [
             ProcessStatus(name=name, pid=one.pid, code=one.watcher.poll(), log=str(one.log), tail=_tail(one.log))
-            for name, one in self._table.items()
+            for name, one in list(self._table.items())
         ]
 
     def stop(self, names: Sequence[str], *, grace: float = 10.0) -> None:

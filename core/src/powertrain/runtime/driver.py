@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from powertrain.interfaces.transfer import Transfer
     from powertrain.layout import Layout, Pair
     from powertrain.registry import Registry
-    from powertrain.runtime.socket import DriverChannel
+    from powertrain.runtime.channel import DriverChannel
     from powertrain.specs import TransferSpec
     from powertrain.weights import TransferReport, WeightVersion
 
@@ -216,7 +216,7 @@ class Driver:
         self, plans: list[EnginePlan], envs: Mapping[str, list[dict[str, str]]], end: float
     ) -> None:
         """Start all workers and wait until they have registered; one that dies is told with the end of its log."""
-        from powertrain.runtime.socket import DriverChannel
+        from powertrain.runtime.channel import DriverChannel
 
         spec = self._registry.launcher(self._launcher_name)
         options = resolve(spec.options, self._launcher_options, where=f"launcher {spec.name}")

@@ -16,7 +16,7 @@ from powertrain.runtime.host import RULES, EngineHost
 if TYPE_CHECKING:
     from powertrain.interfaces.build import EngineSpec
     from powertrain.registry import Registry
-    from powertrain.runtime.socket import DriverChannel
+    from powertrain.runtime.channel import DriverChannel
 
 ERROR_GRACE: Final = 2.0
 """Seconds that the other ranks have, after the first error, to show whether they failed alike."""
@@ -156,11 +156,12 @@ class LoopThread:
     def _run(self) -> None:
         try:
             self.loop.run_forever()
-            tasks = asyncio.all_tasks(self.loop)
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                self.loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))
+            for _ in range(3):  # what a task does on its way out may have to be cancelled too
+                tasks = asyncio.all_tasks(self.loop)
+                for task in tasks:
+                    task.cancel()
+                if tasks:
+                    self.loop.run_until_complete(asyncio.wait(tasks, timeout=0.3))
         finally:
             self.loop.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from powertrain.runtime.clients import Blocking
 
 if TYPE_CHECKING:
     from powertrain.registry import Registry
+    from powertrain.runtime.driver import Driver
 
 
 def open_engine(
@@ -42,8 +43,7 @@ def open_engine(
     from powertrain.devices import resolve_device
     from powertrain.layout import parse_layout
     from powertrain.registry import Registry as _Registry
-    from powertrain.runtime.driver import Driver
-    from powertrain.runtime.handles import LoopThread
+    from powertrain.runtime.driver import Driver as _Driver
 
     registry = registry or _Registry()
     layout = parse_layout(engine, registry=registry)
@@ -54,7 +54,7 @@ def open_engine(
     place = RankSpec(device=resolve_device(device))
     template = EngineSpec(backend=part.backend, role=part.role, model=_folder(model), place=place, **spec)
     scratch = tempfile.TemporaryDirectory(prefix="powertrain-") if run_dir is None else None
-    driver = Driver(
+    driver = _Driver(
         layout,
         {part.label: template},
         registry=registry,
@@ -63,6 +63,13 @@ def open_engine(
         env=env,
         timeouts=timeouts,
     )
+    return _opened(driver, lambda: scratch.cleanup() if scratch is not None else None)
+
+
+def _opened(driver: Driver, clean: Callable[[], None]) -> Blocking:
+    """Start a driver of one part on a loop thread of its own and return the part's client."""
+    from powertrain.runtime.handles import LoopThread
+
     thread = LoopThread("powertrain-open")
 
     def close() -> None:
@@ -71,15 +78,14 @@ def open_engine(
                 thread.submit(driver.close()).result()
         finally:
             thread.stop()
-            if scratch is not None:
-                scratch.cleanup()
+            clean()
 
     try:
         thread.submit(driver.start()).result()
     except BaseException:
         close()
         raise
-    client = driver.train[part.label] if part.role == "train" else driver.infer[part.label]
+    client = next(iter(driver.train.values()), None) or next(iter(driver.infer.values()))
     return Blocking(client, thread, close)
 
 
