@@ -215,6 +215,15 @@ async def test_a_contradicting_environment_is_refused_before_anything_starts(mak
     assert children() == []
 
 
+async def test_an_inline_engine_is_asked_only_for_what_a_running_process_can_set(make_driver, monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "random")
+    specs = {"toytrain": {"deterministic": True}}
+    async with make_driver("toytrain:d1", specs=specs, env={"MY": "1"}) as driver:
+        asked = (await driver.train["toytrain"].health())[0]["asked"]
+        assert (asked["CUBLAS_WORKSPACE_CONFIG"], asked["MY"], asked["TOY_NUMBER"]) == (":4096:8", "1", "3")
+        assert "PYTHONHASHSEED" not in asked
+
+
 def test_ports_of_two_engines_differ(make_driver):
     async def ports():
         async with make_driver("toytrain[a]:d1+toytrain[b]:d1", inline="never") as driver:

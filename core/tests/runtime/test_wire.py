@@ -30,17 +30,17 @@ plain = st.recursive(
         | st.lists(inner, max_size=4).map(tuple)
         | st.dictionaries(st.text() | st.integers(0, 99), inner, max_size=4)
     ),
-    max_leaves=20,
+    max_leaves=8,
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(plain)
 def test_plain_data_comes_back_equal_with_its_types(value):
     assert repr(wire.copied(value)) == repr(value)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.binary(max_size=200), st.binary(max_size=50))
 def test_damaged_messages_give_only_our_error(data, arrays):
     try:

@@ -163,7 +163,8 @@ def environments(
     if plan.inline:
         asked = {**plan.needs, **(user or {})}
         if deterministic:
-            asked = {**determinism_variables(seed, {**os.environ, **asked}), **asked}
+            here = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+            asked = {**determinism_variables(seed, {**here, **asked}), **asked}
             asked.pop("PYTHONHASHSEED", None)
         return [{name: str(value) for name, value in asked.items()}]
     found = []
