@@ -118,18 +118,19 @@ def load_reference(info: PluginInfo, spec: Spec, field: str) -> Any:
     path = getattr(spec, field)
     if not isinstance(path, str) or ":" not in path:
         raise fail(info, "wrong-return", f"its spec's {field} is {path!r}, not of the form 'module:Attribute'")
-    return resolve(info, path, requires=spec.requires, install=spec.install)
+    return resolve(info, path, spec)
 
 
-def resolve(info: PluginInfo, path: str, *, requires: tuple[str, ...] = (), install: str = "") -> Any:
-    """Import "module" or "module:Attribute" on behalf of a plugin; every failure is a `PluginError` of one line."""
+def resolve(info: PluginInfo, path: str, spec: Spec | None = None) -> Any:
+    """Import "module" or "module:Attribute" on behalf of a plugin; every failure is a `PluginError` of one line.
+
+    spec: the plugin's, once it is known; its `requires` and `install` make the message fuller.
+    """
     module, _, attribute = path.partition(":")
     try:
         found: Any = import_module(module)
-    except ModuleNotFoundError as exc:
-        raise _not_found(info, module, exc, requires, install) from exc
     except (Exception, SystemExit) as exc:
-        raise fail(info, "broken-import", f"importing {module} raised {_told(exc)}") from exc
+        raise _import_failure(info, module, exc, spec) from exc
     for step in filter(None, attribute.split(".")):
         try:
             found = getattr(found, step)
@@ -138,18 +139,18 @@ def resolve(info: PluginInfo, path: str, *, requires: tuple[str, ...] = (), inst
     return found
 
 
-def _not_found(
-    info: PluginInfo, module: str, exc: ModuleNotFoundError, requires: tuple[str, ...], install: str
-) -> PluginError:
-    absent = exc.name or ""
+def _import_failure(info: PluginInfo, module: str, exc: BaseException, spec: Spec | None) -> PluginError:
+    """Tell a plugin that is gone from a package that it needs and from everything else."""
+    absent = (exc.name or "") if isinstance(exc, ModuleNotFoundError) else ""
+    package = absent.partition(".")[0]
     if absent and f"{module}.".startswith(f"{absent}."):
         cause = f"its own module {module} is not there ({exc}); reinstall {info.dist}, or remove what is left of it"
         return fail(info, "removed", cause)
-    if not absent or absent.partition(".")[0] == module.partition(".")[0]:
+    if package in {"", module.partition(".")[0]}:
         return fail(info, "broken-import", f"importing {module} raised {_told(exc)}")
-    absents = [name for name in missing(requires) if name != absent.partition(".")[0]]
-    hint = install or f"pip install '{info.dist}[engine]', or the package that provides {absent!r}"
-    cause = f"{module} needs {', '.join(map(repr, [absent, *absents]))}, not installed here; way out: {hint}"
+    others = [name for name in (missing(spec.requires) if spec else ()) if name != package]
+    hint = (spec and spec.install) or f"pip install '{info.dist}[engine]', or the package that provides {absent!r}"
+    cause = f"{module} needs {', '.join(map(repr, [absent, *others]))}, not installed here; way out: {hint}"
     return fail(info, "missing-dependency", cause, MissingDependencyError)
 
 
