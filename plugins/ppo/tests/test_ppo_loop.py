@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("powertrain_fsdp")
 pytest.importorskip("powertrain_hf")
 
-from powertrain.errors import CheckpointError
+from powertrain.errors import CheckpointError, ConfigError
 from powertrain.registry import Registry
 from powertrain.run.config import load_config
 from powertrain.run.context import carry_out
@@ -97,6 +97,23 @@ def test_adapter_is_trained_pushed_and_exported(recipe_file, tmp_path):
     assert verify_export(tmp_path / "lora" / "export") == 2 * 2 * 2
 
 
+@pytest.mark.slow
+def test_two_workers_for_each_engine_do_the_same_work(recipe_file, tmp_path):
+    rows = run(recipe_file, tmp_path / "workers", "engines=fsdp:d2|hf:d2")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert all(row["mismatch/max"] < 1e-5 and row["rollout/samples"] == 12 for row in rows[1:])
+    assert {row["eval/rows"] for row in rows if "eval/rows" in row} == {5}
+    assert verify_export(tmp_path / "workers" / "export") > 0
+    logs = sorted(path.name for path in (tmp_path / "workers" / "logs").glob("*-r?.log"))
+    assert logs == ["fsdp-r0.log", "fsdp-r1.log", "hf-0-r0.log", "hf-1-r0.log"]
+
+
+def test_missing_model_leaves_no_folder(recipe_file, tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        run(recipe_file, tmp_path / "none", "model=/no/such/folder")
+    assert not (tmp_path / "none").exists()
+
+
 def test_bad_reward_ends_the_run_and_keeps_the_folder(recipe_file, tmp_path):
     with pytest.raises(RewardError, match=r"'mine.py:nothing' returned nan"):
         run(recipe_file, tmp_path / "bad", "ppo.reward=mine.py:nothing")
@@ -104,8 +121,6 @@ def test_bad_reward_ends_the_run_and_keeps_the_folder(recipe_file, tmp_path):
 
 
 def test_refused_recipe_leaves_no_folder(recipe_file, tmp_path):
-    from powertrain.errors import ConfigError
-
     with pytest.raises(ConfigError, match="no file"):
         run(recipe_file, tmp_path / "none", "ppo.reward=absent.py:f")
     assert not (tmp_path / "none").exists()

@@ -158,19 +158,19 @@ def engine_specs(config: RunConfig, model: str) -> Mapping[str, EngineSpec]:
 def carry_out(config: RunConfig, folder: RunFolder, *, registry: Registry, resumed: bool) -> RunContext:
     """Check and run a configuration in its folder, to the end or to the first error; returns the context.
 
-    A new folder of a run that the recipe's `check` refuses is taken away again.
+    The new folder of a run that is refused before its engines start is taken away again.
     """
     context = RunContext(config, folder, registry, resumed)
     with folder:
         try:
             recipe = registry.load_class(config.recipe_spec)(config.recipe_options)
             recipe.check(context)
+            context.model_folder = _materialized(config["model"])
         except BaseException:
             if not resumed:
                 shutil.rmtree(folder.path, ignore_errors=True)
             raise
         if not resumed:
             folder.write("config.yaml", config.dump())
-        context.model_folder = _materialized(config["model"])
         asyncio.run(context.run(recipe))
     return context
