@@ -35,8 +35,8 @@ def check(infos: Sequence[PluginInfo], *, deadline: float = DEADLINE) -> list[di
     """Import each plugin's hooks and classes in a child process of its own and return what it told, in order.
 
     A result has `status` and `detail` and the keys of the spec. status: `ready`, `planned` (engine not there yet),
-    `missing` (a required package is absent, `install` says how to get it), `failed` (`failure` is one of
-    `powertrain.registry.KINDS`, `detail` the line); `duplicate`, `blocked` and `hidden` entries are not tried.
+    `missing` (a required package is absent, `install` says how to get it), `failed` (`failure` is a kind of
+    `powertrain.registry`, `detail` the line); `duplicate`, `blocked` and `hidden` entries are not tried.
     deadline: seconds for each child.
     """
     with ThreadPoolExecutor(PARALLEL) as pool:
