@@ -97,6 +97,13 @@ def test_missed_deadline_keeps_its_own_words(folder):
         raise DeadlineError("rank 3 is late")
 
 
+def test_changed_config_keeps_the_earlier_one(folder):
+    folder.write_config("recipe: x\n")
+    folder.write_config("recipe: y\n")
+    assert folder.config_file.read_text() == "recipe: y\n"
+    assert [path.read_text() for path in folder.path.glob("config.*.yaml")] == ["recipe: x\n"]
+
+
 def test_line_is_on_disk_before_the_next_step(folder):
     folder.log(1, {"reward": 0.1, "bad": float("nan")})
     assert read_metrics(folder.metrics_file) == [{"step": 1, "reward": 0.1, "bad": None}]

@@ -112,6 +112,14 @@ def test_interrupted_run_says_how_to_go_on(recipe_file, tmp_path, number):
     assert steps == [0, 1, 2, 3]
 
 
+def test_failed_run_tells_where_to_look(recipe_file, tmp_path):
+    done = powertrain("run", recipe_file, "--folder", tmp_path / "run", "ppo.reward=mine.py:nothing")
+    assert done.returncode == 1
+    assert "error: reward 'mine.py:nothing' returned nan" in done.stderr
+    assert f"powertrain resume {tmp_path / 'run'}" in done.stderr
+    assert "RewardError" in (tmp_path / "run" / "logs" / "driver.log").read_text()
+
+
 def test_resume_refuses_what_is_no_run(tmp_path):
     done = powertrain("resume", tmp_path)
     assert done.returncode == 2

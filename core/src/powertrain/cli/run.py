@@ -14,9 +14,10 @@ import argparse
 import os
 import signal
 import sys
+import traceback
 from typing import TYPE_CHECKING, Any, Final
 
-from powertrain.errors import ConfigError
+from powertrain.errors import ConfigError, PowertrainError
 
 if TYPE_CHECKING:
     from powertrain.registry import Registry
@@ -87,7 +88,7 @@ def start_again(config: RunConfig, registry: Registry) -> None:
 
 
 def carry_on(config: RunConfig, folder: RunFolder, registry: Registry, *, resumed: bool) -> int:
-    """Carry a run out in its folder; Ctrl-C and SIGTERM close all engines and say how to go on."""
+    """Carry a run out in its folder; Ctrl-C and SIGTERM close all engines; all ends say how to go on."""
     from powertrain.run.context import carry_out
 
     # Progress bars of the libraries inside the engines would tear the run's own display; read when they are imported.
@@ -96,10 +97,22 @@ def carry_on(config: RunConfig, folder: RunFolder, registry: Registry, *, resume
     try:
         carry_out(config, folder, registry=registry, resumed=resumed)
     except KeyboardInterrupt:
-        there = folder.config_file.is_file()
-        how = f"; `powertrain resume {folder.path}` goes on from the last checkpoint" if there else ""
-        sys.stderr.write(f"\ninterrupted, all engines are closed{how}\n")
+        sys.stderr.write(f"\ninterrupted, all engines are closed{_how_to_go_on(folder)}\n")
         return 130
+    except PowertrainError as exc:
+        if not folder.config_file.is_file():
+            raise  # refused before anything began
+        with (folder.logs / "driver.log").open("a", encoding="utf-8") as log:
+            log.write(traceback.format_exc())
+        sys.stdout.flush()
+        sys.stderr.write(f"error: {exc}\nthe run has stopped{_how_to_go_on(folder)}; traces are in {folder.logs}\n")
+        return 1
     finally:
         signal.signal(signal.SIGTERM, before)
     return 0
+
+
+def _how_to_go_on(folder: RunFolder) -> str:
+    if not folder.config_file.is_file():
+        return ""
+    return f"; `powertrain resume {folder.path}` goes on from the last checkpoint"

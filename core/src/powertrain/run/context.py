@@ -170,7 +170,6 @@ def carry_out(config: RunConfig, folder: RunFolder, *, registry: Registry, resum
             if not resumed:
                 shutil.rmtree(folder.path, ignore_errors=True)
             raise
-        if not resumed:
-            folder.write("config.yaml", config.dump())
+        folder.write_config(config.dump())
         asyncio.run(context.run(recipe))
     return context

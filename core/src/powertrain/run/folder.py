@@ -139,6 +139,14 @@ class RunFolder:
             part.replace(path)
         return path
 
+    def write_config(self, text: str) -> None:
+        """Write config.yaml; another one from before stays beside it as `config.N.yaml`."""
+        old = self.config_file.read_text(encoding="utf-8") if self.config_file.is_file() else text
+        if old != text:
+            number = next(n for n in itertools.count(1) if not (self.path / f"config.{n}.yaml").exists())
+            self.write(f"config.{number}.yaml", old)
+        self.write("config.yaml", text)
+
     @contextmanager
     def checkpoint(self, step: int, *, keep_last: int) -> Iterator[Path]:
         """Give an empty folder to fill; at the end of the block it becomes `checkpoints/step-NNNNNN` by a rename.
