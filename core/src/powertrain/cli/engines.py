@@ -7,7 +7,7 @@ JSON: an object with `schema` (1; grows when a key changes its meaning), `powert
 minor] of core), `checked` (bool) and `plugins`, sorted by name, kind and dist. Each plugin has always these keys:
 `name`, `kind` (backend, transfer, launcher, recipe, service, device), `group`, `dist`, `version`, `path`, `module`,
 `status` (found, duplicate, blocked, hidden; after `--check` also ready, planned, missing, failed), `detail` (one line
-or ""), `failure` (a kind of failure of `powertrain.registry` or ""), and, null unless checked: `role` ("" where there is
+or ""), `failure` (a word of `powertrain.registry` or ""), and, null unless checked: `role` ("" where there is
 none), `summary`, `axes` (objects of `AxisSpec`), `options` (objects of `OptionSpec`), `capabilities` (name -> full,
 partial, none, unknown), `missing` (import names), `install` (a command or ""), `api` ([major, minor] of the plugin).
 """
