@@ -64,14 +64,16 @@ def test_other_seed_gives_other_numbers(run_to_the_end, recipe_file, tmp_path):
     assert steady(run(recipe_file, tmp_path / "other", "seed=6"))[1:] != steady(run_to_the_end)[1:]
 
 
-def test_resumed_run_equals_an_unbroken_one(run_to_the_end, recipe_file, tmp_path):
+@pytest.mark.parametrize("words", [(), ("lora.rank=2", "optim.schedule.kind=linear")], ids=["full", "lora"])
+def test_resumed_run_equals_an_unbroken_one(recipe_file, tmp_path, words):
+    whole = run(recipe_file, tmp_path / "whole", *words)
     folder = tmp_path / "broken"
-    run(recipe_file, folder, "ppo.steps=2", "optim.schedule.total_steps=3")
+    run(recipe_file, folder, "ppo.steps=2", "optim.schedule.total_steps=3", *words)
     # As if the run had been killed after it had measured a step that no checkpoint holds.
     with (folder / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 3, "loss": 77}\n{"step": 4')
     rows = run(None, folder, "ppo.steps=3", resume=True)
-    assert json.dumps(steady(rows)[-1]) == json.dumps(steady(run_to_the_end)[-1])
+    assert json.dumps(steady(rows)[-1]) == json.dumps(steady(whole)[-1])
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert rows[-1]["weight_version"].startswith("2.")
     assert "77" in (folder / "metrics.jsonl.cut-1").read_text()
