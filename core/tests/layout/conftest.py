@@ -4,9 +4,9 @@ import functools
 
 import pytest
 
-from powertrain.errors import LayoutError
+from powertrain.errors import LayoutError, UnknownPluginError
 from powertrain.layout import parse_layout
-from powertrain.options import OptionSpec
+from powertrain.options import OptionSpec, nearest
 from powertrain.specs import AxisSpec, BackendSpec
 
 
@@ -15,8 +15,30 @@ def _backend(name, role, axes, *options, status="ready"):
     return BackendSpec(name=name, role=role, engine=engine, axes=axes, options=options, status=status)
 
 
+class Catalogue:
+    """Answers `parse_layout` as a `Registry` would in which the backends of `specs` are installed."""
+
+    def __init__(self, specs, transfers=("local", "shm", "ipc", "p2p")):
+        self.specs, self.transfers = {spec.name: spec for spec in specs}, transfers
+
+    def backend(self, name):
+        if name in self.specs:
+            return self.specs[name]
+        message = f"unknown backend {name!r}{nearest(name, self.specs)}; there are: {', '.join(sorted(self.specs))}"
+        raise UnknownPluginError(message, plugin=name)
+
+    def names(self, kind):
+        return {"transfer": self.transfers}[kind]
+
+
 @pytest.fixture(scope="session")
-def specs():
+def catalogue():
+    """Return the class of which `registry` is one, for tests that bring specs of their own."""
+    return Catalogue
+
+
+@pytest.fixture(scope="session")
+def registry():
     made = [
         _backend(
             "fsdp",
@@ -57,21 +79,21 @@ def specs():
         ),
         _backend("nine", "infer", (AxisSpec("n", "copies", instances=True), AxisSpec("t", minimum=1, maximum=3))),
     ]
-    return {spec.name: spec for spec in made}
+    return Catalogue(made)
 
 
 @pytest.fixture(scope="session")
-def parse(specs):
-    return functools.partial(parse_layout, specs=specs)
+def parse(registry):
+    return functools.partial(parse_layout, registry=registry)
 
 
 @pytest.fixture(scope="session")
-def faults(specs):
+def faults(registry):
     """Return [(offset of the caret, message)] for a text that must be refused."""
 
-    def find(text, **sources):
+    def find(text, registry=registry):
         with pytest.raises(LayoutError) as caught:
-            parse_layout(text, **(sources or {"specs": specs}))
+            parse_layout(text, registry=registry)
         found = []
         for problem in caught.value.problems:
             message, line, pointer = problem.rsplit("\n", 2)

@@ -98,7 +98,7 @@ def test_json_names_colocated_parts(run):
 
 def test_cluster_is_checked_when_given(run):
     assert run("fsdp:d8", "--cards", "4", "--nodes", "2")
-    with pytest.raises(DeviceError, match="needs 8 cards, the cluster has 4"):
+    with pytest.raises(DeviceError, match=r"needs 8 cards \(8\), the cluster has 4 \(1 x 4\)"):
         run("fsdp:d8", "--cards", "4")
 
 

@@ -46,9 +46,9 @@ def test_each_data_rank_serves_alone(parse):
     assert (part.instances, part.cards_per_instance) == (8, 1)
 
 
-def test_instance_axis_is_slowest_whatever_the_spec_says(parse, specs):
+def test_instance_axis_is_slowest_whatever_the_spec_says(parse, catalogue):
     odd = BackendSpec(name="odd", role="infer", engine="nowhere:E", axes=("t", "d"))
-    part = parse("odd:d2t2", specs={"odd": odd}).parts[0]
+    part = parse("odd:d2t2", registry=catalogue([odd])).parts[0]
     assert [part.place(j).instance for j in range(4)] == [0, 0, 1, 1]
     assert [part.place(j).coordinates for j in range(4)] == [{"d": d, "t": t} for d in (0, 1) for t in (0, 1)]
 
@@ -85,14 +85,14 @@ def test_separate_parts_share_no_card(parse):
 
 
 def test_too_small_cluster_tells_the_sum(parse):
-    with pytest.raises(DeviceError, match=r"needs 8 cards \(4 \+ 4\), the cluster has 4;"):
+    with pytest.raises(DeviceError, match=r"needs 8 cards \(4 \+ 4\), the cluster has 4 \(1 x 4\);"):
         parse("megatron:d2t2+sglang:d2t2").check_cluster(cards=4, nodes=1)
 
 
 def test_cluster_counts_all_nodes(parse):
     layout = parse("megatron:d2t4p2+sglang:d4t2")
     layout.check_cluster(cards=8, nodes=4)
-    with pytest.raises(DeviceError, match=r"needs 24 cards \(16 \+ 8\), the cluster has 16 \(2 nodes of 8\)"):
+    with pytest.raises(DeviceError, match=r"needs 24 cards \(16 \+ 8\), the cluster has 16 \(2 x 8\)"):
         layout.check_cluster(cards=8, nodes=2)
 
 
@@ -140,6 +140,11 @@ def test_section_tensor_size_is_the_experts(parse):
     assert (part.world, part.expert) == (16, Expert(ep=2, etp=2, dp=2))
 
 
+def test_default_expert_tensor_size_does_not_contradict_a_section(parse):
+    (part,) = parse("megatron:(attn:d2t2|ffn:t2e2)?etp=1").parts
+    assert part.expert == Expert(ep=2, etp=2, dp=1)
+
+
 def test_experts_lie_within_one_instance(parse, faults):
     assert parse("sglang:d2t4e4").parts[0].expert == Expert(ep=4, etp=1, dp=1)
     assert "instance of 2 cards" in faults("sglang:d4t2e4")[0][1]
@@ -155,12 +160,12 @@ def test_third_party_instance_axis_counts_engines(parse):
     assert (lambda p: (p.world, p.instances))(parse("nine:n4t3").parts[0]) == (12, 4)
 
 
-def test_axis_of_expert_layers_only_does_not_multiply_the_world(parse):
+def test_axis_of_expert_layers_only_does_not_multiply_the_world(parse, catalogue):
     spec = BackendSpec(
         name="moe", role="train", engine="nowhere:E", axes=("d", "e", AxisSpec("g", "expert groups", section="ffn"))
     )
-    assert parse("moe:d4g2", specs={"moe": spec}).parts[0].world == 4
-    assert parse("moe:(attn:d8|ffn:d2e2g2)", specs={"moe": spec}).parts[0].world == 8
+    assert parse("moe:d4g2", registry=catalogue([spec])).parts[0].world == 4
+    assert parse("moe:(attn:d8|ffn:d2e2g2)", registry=catalogue([spec])).parts[0].world == 8
 
 
 def test_leading_zeros_and_ones_mean_the_same(parse):
@@ -254,6 +259,6 @@ def test_mapping_is_plain(parse):
     }
 
 
-def test_handwritten_mapping_is_read(parse, specs):
+def test_handwritten_mapping_is_read(parse, registry):
     mapping = {"groups": [[{"backend": "megatron", "name": None, "axes": {"d": 2}, "expert_axes": {"e": 2}}]]}
-    assert Layout.from_mapping(mapping, specs=specs) == parse("megatron:(attn:d2|ffn:e2)")
+    assert Layout.from_mapping(mapping, registry=registry) == parse("megatron:(attn:d2|ffn:e2)")

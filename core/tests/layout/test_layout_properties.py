@@ -8,7 +8,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from powertrain.errors import LayoutError
+from powertrain.errors import LayoutError, UnknownPluginError
 from powertrain.layout import Layout, parse_layout
 from powertrain.options import OptionSpec
 from powertrain.specs import AxisSpec, BackendSpec
@@ -36,6 +36,22 @@ _SPECS = {
         ),
     )
 }
+
+
+class _Registry:
+    """What `parse_layout` asks of a registry."""
+
+    def backend(self, name):
+        if name not in _SPECS:
+            message = f"no backend {name!r}"
+            raise UnknownPluginError(message, plugin=name)
+        return _SPECS[name]
+
+    def names(self, kind):
+        return ("shm", "ipc")
+
+
+_REGISTRY = _Registry()
 _WORDS = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.-]{0,6}", fullmatch=True)
 # Text without halves of surrogate pairs, which is refused; YAML also has no form for some control characters.
 _TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=12) | st.sampled_from(
@@ -106,13 +122,13 @@ def _mappings(draw):
 @settings(max_examples=80, deadline=None)
 @given(_mappings())
 def test_text_and_mapping_round_trip(mapping):
-    layout = parse_layout(mapping, specs=_SPECS)
+    layout = parse_layout(mapping, registry=_REGISTRY)
     text, plain = str(layout), layout.to_mapping()
-    assert parse_layout(text, specs=_SPECS) == layout
-    assert str(parse_layout(text, specs=_SPECS)) == text
-    assert Layout.from_mapping(plain, specs=_SPECS) == layout
-    assert Layout.from_mapping(plain, specs=_SPECS).to_mapping() == plain
-    assert Layout.from_mapping(json.loads(json.dumps(plain)), specs=_SPECS) == layout
+    assert parse_layout(text, registry=_REGISTRY) == layout
+    assert str(parse_layout(text, registry=_REGISTRY)) == text
+    assert Layout.from_mapping(plain, registry=_REGISTRY) == layout
+    assert Layout.from_mapping(plain, registry=_REGISTRY).to_mapping() == plain
+    assert Layout.from_mapping(json.loads(json.dumps(plain)), registry=_REGISTRY) == layout
     for part, given_part in zip(layout.parts, [p for g in mapping["groups"] for p in g], strict=True):
         assert part.options == given_part["options"]
 
@@ -120,15 +136,15 @@ def test_text_and_mapping_round_trip(mapping):
 @settings(max_examples=40, deadline=None)
 @given(_mappings())
 def test_yaml_round_trip(mapping):
-    layout = parse_layout(mapping, specs=_SPECS)
+    layout = parse_layout(mapping, registry=_REGISTRY)
     text = yaml.safe_dump(layout.to_mapping(), sort_keys=False)
-    assert Layout.from_mapping(yaml.safe_load(text), specs=_SPECS) == layout
+    assert Layout.from_mapping(yaml.safe_load(text), registry=_REGISTRY) == layout
 
 
 @settings(max_examples=40, deadline=None)
 @given(_mappings())
 def test_every_card_has_one_rank_of_each_part(mapping):
-    layout = parse_layout(mapping, specs=_SPECS)
+    layout = parse_layout(mapping, registry=_REGISTRY)
     covered = []
     for group in layout.groups:
         assert len({part.cards for part in group}) == 1
@@ -147,19 +163,19 @@ def test_every_card_has_one_rank_of_each_part(mapping):
 def _parse_or_refuse(text):
     """Parse; whatever comes out is a layout that round-trips, or a LayoutError whose carets lie on the line."""
     try:
-        layout = parse_layout(text, specs=_SPECS)
+        layout = parse_layout(text, registry=_REGISTRY)
     except LayoutError as exc:
         for problem in exc.problems:
             assert problem.endswith("^")
         return None
-    assert parse_layout(str(layout), specs=_SPECS) == layout
+    assert parse_layout(str(layout), registry=_REGISTRY) == layout
     return layout
 
 
 @settings(max_examples=120, deadline=None)
 @given(_mappings(), st.data())
 def test_damage_gives_only_our_error(mapping, data):
-    text = str(parse_layout(mapping, specs=_SPECS))
+    text = str(parse_layout(mapping, registry=_REGISTRY))
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(text)))
         cut = data.draw(st.integers(0, 3))
@@ -187,10 +203,10 @@ def test_any_text_gives_only_our_error(text):
 )
 def test_any_mapping_gives_only_our_error(part):
     try:
-        layout = parse_layout({"groups": [[part]]}, specs=_SPECS)
+        layout = parse_layout({"groups": [[part]]}, registry=_REGISTRY)
     except LayoutError:
         return
-    assert Layout.from_mapping(layout.to_mapping(), specs=_SPECS) == layout
+    assert Layout.from_mapping(layout.to_mapping(), registry=_REGISTRY) == layout
 
 
 @pytest.mark.parametrize("depth", [10, 900, 4000])

@@ -14,20 +14,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
 
 from powertrain.layout import PART_OPTIONS, Layout, Part, parse_layout
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-_LISTED = 16
+_LISTED: Final = 16
 """Parts of at most so many ranks are listed rank by rank, others by instance."""
-_EXPERT = {
-    "ep": "ranks that share the experts",
-    "etp": "ranks that share one expert's weights",
-    "dp": "copies of the experts",
-}
+_EXPERT: Final = {"ep": "expert parallel", "etp": "tensor parallel of one expert", "dp": "copies of the experts"}
+_Rows = Iterator[tuple[str, ...]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,146 +41,106 @@ def execute(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(json.dumps(describe(layout), indent=2) + "\n")
     else:
-        _show(layout)
+        _show(describe(layout))
     return 0
 
 
 def describe(layout: Layout) -> dict[str, Any]:
     """Return the object that `--json` prints; its keys are listed in this module's docstring."""
+    groups = [(group[0].cards, [part.label for part in group]) for group in layout.groups]
     return {
         "schema": 1,
         "layout": str(layout),
         "mapping": layout.to_mapping(),
         "cards": layout.cards,
-        "groups": [{"cards": _ends(group[0].cards), "parts": [p.label for p in group]} for group in layout.groups],
-        "parts": [_part(part, layout) for part in layout.parts],
-        "pairs": [
-            {"train": pair.train.label, "infer": pair.infer.label, "via": pair.via, "colocated": pair.colocated}
-            for pair in layout.pairs
-        ],
+        "groups": [{"cards": [cards[0], cards[-1]], "parts": labels} for cards, labels in groups],
+        "parts": [_part(part, group) for group in layout.groups for part in group],
+        "pairs": [pair._asdict() | {"train": pair.train.label, "infer": pair.infer.label} for pair in layout.pairs],
     }
 
 
-def _ends(cards: range) -> list[int]:
-    return [cards[0], cards[-1]]
-
-
-def _part(part: Part, layout: Layout) -> dict[str, Any]:
-    table = part.spec.axis_table()
-    expert = part.expert
-    places = map(part.place, range(part.world))
-    return {
-        "label": part.label,
-        "backend": part.backend,
-        "name": part.name,
-        "role": part.role,
+def _part(part: Part, group: tuple[Part, ...]) -> dict[str, Any]:
+    plain = ("label", "backend", "name", "role", "world", "instances", "cards_per_instance", "frozen", "via")
+    options, given = (*part.spec.options, *PART_OPTIONS), part.options
+    return {key: getattr(part, key) for key in plain} | {
         "status": part.spec.status,
         "summary": part.spec.summary,
-        "axes": {name: {"size": size, "title": table[name].title} for name, size in part.axes.items()},
-        "expert_axes": None
-        if part.expert_axes is None
-        else {name: {"size": size, "title": table[name].title} for name, size in part.expert_axes.items()},
-        "expert": {"ep": expert.ep, "etp": expert.etp, "dp": expert.dp} if expert else None,
-        "world": part.world,
-        "instances": part.instances,
-        "cards_per_instance": part.cards_per_instance,
-        "cards": _ends(part.cards),
-        "colocated_with": [p.label for p in layout.parts if p.first_card == part.first_card and p is not part],
-        "frozen": part.frozen,
-        "via": part.via,
-        "options": {
-            option.name: {
-                "value": part.options.get(option.name, option.default),
-                "default": option.name not in part.options,
-            }
-            for option in (*part.spec.options, *PART_OPTIONS)
-        },
-        "ranks": [
-            [rank, place.card, place.instance, place.rank_in_instance, dict(place.coordinates)]
-            for rank, place in enumerate(places)
-        ],
+        "axes": _titled(part, part.axes),
+        "expert_axes": _titled(part, part.expert_axes) if part.expert_axes is not None else None,
+        "expert": part.expert._asdict() if part.expert else None,
+        "cards": [part.cards[0], part.cards[-1]],
+        "colocated_with": [other.label for other in group if other is not part],
+        "options": {o.name: {"value": given.get(o.name, o.default), "default": o.name not in given} for o in options},
+        "ranks": [[rank, *part.place(rank)] for rank in range(part.world)],
     }
 
 
-def _show(layout: Layout) -> None:
+def _titled(part: Part, axes: Mapping[str, int]) -> dict[str, Any]:
+    return {name: {"size": size, "title": part.spec.axis_table()[name].title} for name, size in axes.items()}
+
+
+def _show(found: dict[str, Any]) -> None:
     from rich.console import Console
+    from rich.table import Column, Table
 
     console = Console(markup=False, highlight=False, emoji=False)
-    found = describe(layout)
-    console.print(f"{found['layout']}\nneeds {found['cards']} cards\n", soft_wrap=True)
-    table = _table("part", "backend", "role", "cards", "instances", "placement")
-    for part in found["parts"]:
-        others = part["colocated_with"]
-        table.add_row(
-            part["label"],
-            part["backend"] + ("" if part["status"] == "ready" else " (engine not there yet)"),
-            part["role"] + (", frozen" if part["frozen"] else ""),
-            f"{part['world']} ({_span(*part['cards'])})",
-            f"{part['instances']} x {part['cards_per_instance']} cards",
-            f"colocated with {', '.join(others)}" if others else "separate",
-        )
-    console.print(table)
-    console.print()
-    sizes = _table("part", "axis", "size", "meaning")
-    for part in found["parts"]:
-        for size in _sizes(part):
-            sizes.add_row(part["label"], *size)
-    console.print(sizes)
-    console.print()
-    ranks = _table("part", "instance", "rank", "card", "coordinates")
-    for part in found["parts"]:
-        for row in _placement(part):
-            ranks.add_row(part["label"], *row)
-    console.print(ranks)
-    console.print()
-    options = _table("part", "option", "value", "")
-    for part in found["parts"]:
-        for name, option in part["options"].items():
-            options.add_row(
-                part["label"], name, json.dumps(option["value"]), "default" if option["default"] else "given"
-            )
-    console.print(options)
+    console.print(f"{found['layout']}\nneeds {found['cards']} cards", soft_wrap=True)
+    for titles, rows in _TABLES.items():
+        table = Table(*(Column(title, overflow="fold") for title in ("part", *titles)), box=None, pad_edge=False)
+        for part in found["parts"]:
+            for row in rows(part):
+                table.add_row(part["label"], *row)
+        console.print("", table)
     for pair in found["pairs"]:
-        way = f"via {pair['via']}" if pair["via"] else "via the first transfer that fits"
         where = "colocated" if pair["colocated"] else "separate"
-        console.print(f"weights: {pair['train']} -> {pair['infer']}, {where}, {way}")
+        console.print(
+            f"weights: {pair['train']} -> {pair['infer']}, {where}, via {pair['via'] or 'the first that fits'}"
+        )
 
 
-def _table(*titles: str) -> Table:
-    from rich.table import Table
+def _summary(part: dict[str, Any]) -> _Rows:
+    backend = part["backend"] + ("" if part["status"] == "ready" else " (engine not there yet)")
+    role = part["role"] + (", frozen" if part["frozen"] else "")
+    cards = f"{part['world']} ({_span(*part['cards'])})"
+    instances = f"{part['instances']} x {part['cards_per_instance']} cards"
+    yield backend, role, cards, instances, ", ".join(part["colocated_with"]) or "nothing"
 
-    table = Table(box=None, pad_edge=False)
-    for title in titles:
-        table.add_column(title, overflow="fold")
-    return table
+
+def _sizes(part: dict[str, Any]) -> _Rows:
+    """Yield all axes, and what follows from them for expert layers."""
+    for prefix, axes, layers in (("", part["axes"], ""), ("ffn ", part["expert_axes"] or {}, ", expert layers")):
+        for name, axis in axes.items():
+            yield f"{prefix}{name}", str(axis["size"]), axis["title"] + layers
+    for name, size in (part["expert"] or {}).items():
+        yield f"expert {name}", str(size), _EXPERT[name]
 
 
-def _sizes(part: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return (axis, size, meaning) of all axes, and what follows for expert layers."""
-    rows = [(name, str(axis["size"]), axis["title"]) for name, axis in part["axes"].items()]
-    section = part["expert_axes"] or {}
-    rows += [(f"ffn {name}", str(axis["size"]), f"{axis['title']}, expert layers") for name, axis in section.items()]
-    if part["expert"] and not section:
-        rows += [(f"expert {name}", str(size), _EXPERT[name]) for name, size in part["expert"].items()]
-    return rows
+def _placement(part: dict[str, Any]) -> _Rows:
+    """Yield every rank of a small part, of others every instance, and of very many the first three and the last."""
+    if part["world"] <= _LISTED:
+        for _, card, instance, inner, coordinates in part["ranks"]:
+            yield str(instance), str(inner), str(card), " ".join(f"{axis}={i}" for axis, i in coordinates.items())
+        return
+    size, cards = part["cards_per_instance"], range(part["cards"][0], part["cards"][1] + 1)
+    rows = [(str(i), _span(0, size - 1), _span(first, first + size - 1), "") for i, first in enumerate(cards[::size])]
+    if len(rows) > _LISTED:
+        rows[3:-1] = [("…", "…", "…", f"{len(rows) - 4} more")]
+    yield from rows
 
 
 def _span(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def _placement(part: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Return (instance, ranks in it, cards, coordinates), by rank for a small part, else by instance."""
-    if part["world"] <= _LISTED:
-        return [
-            (str(instance), str(inner), str(card), " ".join(f"{axis}={i}" for axis, i in at.items()))
-            for _, card, instance, inner, at in part["ranks"]
-        ]
-    size, first = part["cards_per_instance"], part["cards"][0]
-    rows = [
-        (str(i), _span(0, size - 1), _span(first + i * size, first + (i + 1) * size - 1), "")
-        for i in range(part["instances"])
-    ]
-    if len(rows) > _LISTED:
-        rows = [*rows[:3], ("…", "…", "…", f"{len(rows) - 4} more"), rows[-1]]
-    return rows
+def _options(part: dict[str, Any]) -> _Rows:
+    for name, option in part["options"].items():
+        yield name, json.dumps(option["value"]), "default" if option["default"] else "given"
+
+
+_TABLES: Final[dict[tuple[str, ...], Callable[[dict[str, Any]], _Rows]]] = {
+    ("backend", "role", "cards", "instances", "colocated with"): _summary,
+    ("axis", "size", "meaning"): _sizes,
+    ("instance", "rank", "card", "coordinates"): _placement,
+    ("option", "value", ""): _options,
+}
+"""Column titles behind "part", and the rows of one part."""

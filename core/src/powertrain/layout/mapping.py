@@ -1,82 +1,99 @@
-"""The mapping form of a layout as users write it (YAML): checked entry by entry, then turned into its config string."""
+"""The mapping form of a layout (YAML): checked entry by entry, then printed as the config string it stands for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from powertrain.errors import LayoutError
-from powertrain.layout.parts import layout_text, value_text
+from powertrain.layout.faults import shorten
 from powertrain.layout.text import AXIS, KEY, NAME, WORD
 from powertrain.options import nearest
 
-_KEYS: Final = ("backend", "name", "axes", "expert_axes", "options", "via")
+_SAFE: Final = re.compile(r"[A-Za-z0-9_./:,@-]+")
+_SIZE: Final = re.compile("[0-9]{1,9}")
+_ANY: Final = re.compile("(?s).*")
+_FORM: Final[Mapping[str, tuple[re.Pattern[str], re.Pattern[str] | None, str]]] = {
+    "backend": (WORD, None, "the name of a backend"),
+    "name": (NAME, None, "a name"),
+    "axes": (AXIS, _SIZE, "a mapping of axes to whole numbers of ranks"),
+    "expert_axes": (AXIS, _SIZE, "a mapping of axes to whole numbers of ranks"),
+    "options": (KEY, _ANY, "a mapping of names to values that a config string can hold"),
+    "via": (WORD, None, "the name of a transfer"),
+}
+"""What each key of a part takes: the pattern of a word, that of the values of a mapping, and both in words."""
+
+
+def part_text(part: Mapping[str, Any]) -> str:
+    """Return the config string of one part's mapping."""
+    text: str = part["backend"] + (f"[{part['name']}]" if part.get("name") else "")
+    dims = _dims(part.get("axes"))
+    text += f":(attn:{dims}|ffn:{_dims(part['expert_axes'])})" if part.get("expert_axes") is not None else f":{dims}"
+    options = "&".join(f"{name}={value_text(value)}" for name, value in (part.get("options") or {}).items())
+    return text + (f"?{options}" if options else "") + (f" via {part['via']}" if part.get("via") else "")
+
+
+def _dims(axes: Mapping[str, int] | None) -> str:
+    return "".join(f"{name}{size}" for name, size in (axes or {}).items())
+
+
+def value_text(value: Any) -> str:
+    """Return an option's value as written in a config string; TypeError or ValueError where it has no such form."""
+    is_text = isinstance(value, str)
+    text = value if is_text else json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if _SAFE.fullmatch(text) and not (is_text and text.lower() in {"null", "none"}):
+        return text
+    return "'" + text.replace("'", "''") + "'"
 
 
 def mapping_text(mapping: Mapping[str, Any]) -> str:
     """Return the config string that a mapping stands for; `LayoutError` with every entry that is not of the form."""
-    problems: list[str] = []
+    problems = _unknown_keys("a layout", mapping, ("groups",))
     groups = mapping.get("groups")
-    problems += [
-        f"unknown key {_brief(key)}{nearest(_brief(key), ['groups'])}; a layout has: groups"
-        for key in mapping
-        if key != "groups"
-    ]
-    if not isinstance(groups, (list, tuple)):
-        problems.append("'groups' is a list of lists of parts")
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in groups):
+        problems.append(f"groups is {_brief(groups)}, not a list of lists of parts")
         groups = []
     for i, group in enumerate(groups):
-        if not isinstance(group, (list, tuple)):
-            problems.append(f"groups[{i}] is a list of parts, not {type(group).__name__}")
-            continue
         for j, part in enumerate(group):
-            problems += [f"groups[{i}][{j}]{message}" for message in _part_problems(part)]
+            problems += _part_problems(f"groups[{i}][{j}]", part)
     if problems:
         raise LayoutError(problems, heading="layout mapping is not of the right form:")
-    return layout_text({"groups": groups})
+    return "+".join("|".join(map(part_text, group)) for group in groups)
 
 
-def _part_problems(part: Any) -> list[str]:
+def _part_problems(where: str, part: Any) -> list[str]:
     if not isinstance(part, Mapping):
-        return [f" is a mapping, not {type(part).__name__}"]
-    problems = [
-        f": unknown key {_brief(key)}{nearest(_brief(key), _KEYS)}; a part has: {', '.join(_KEYS)}"
-        for key in part
-        if key not in _KEYS
+        return [f"{where} is {_brief(part)}, not a mapping"]
+    return _unknown_keys(where, part, _FORM) + [
+        f"{where}.{key} is {_brief(part.get(key))}, not {what}"
+        for key, (word, entry, what) in _FORM.items()
+        if not _fits(part.get(key), word, entry) and (key == "backend" or part.get(key) is not None)
     ]
-    if not isinstance(part.get("backend"), str) or not WORD.fullmatch(part["backend"]):
-        problems.append(".backend is missing or not a backend's name")
-    for key, pattern in (("name", NAME), ("via", WORD)):
-        value = part.get(key)
-        if value not in (None, "") and not (isinstance(value, str) and pattern.fullmatch(value)):
-            problems.append(f".{key} is {_brief(value)}, which is not a name")
-    for key in ("axes", "expert_axes"):
-        axes = part[key] if part.get(key) is not None else {}
-        if not isinstance(axes, Mapping):
-            problems.append(f".{key} maps axes to sizes")
-            continue
-        for axis, size in axes.items():
-            good = isinstance(axis, str) and AXIS.fullmatch(axis)
-            if not good or isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= 10**9:
-                problems.append(f".{key} takes an axis and a whole number of ranks, not {_brief(axis)}: {_brief(size)}")
-    options = part["options"] if part.get("options") is not None else {}
-    if not isinstance(options, Mapping):
-        return [*problems, ".options maps names to values"]
-    for name, value in options.items():
-        try:
-            value_text(value)
-            good = isinstance(name, str) and KEY.fullmatch(name)
-        except (TypeError, ValueError, RecursionError):
-            good = False
-        if not good:
-            problems.append(f".options: {_brief(name)} has a value that a config string cannot hold")
-    return problems
+
+
+def _unknown_keys(where: str, mapping: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    return [
+        f"{where} has no key {_brief(key)}{nearest(str(key), known)}; it has: {', '.join(known)}"
+        for key in mapping
+        if key not in known
+    ]
+
+
+def _fits(value: Any, word: re.Pattern[str], entry: re.Pattern[str] | None) -> bool:
+    """True for a word, or for a mapping of words where `entry` says what the text of its values looks like."""
+    if entry is None:
+        return isinstance(value, str) and word.fullmatch(value) is not None
+    try:
+        return all(word.fullmatch(key) and entry.fullmatch(value_text(item)) for key, item in value.items())
+    except (AttributeError, TypeError, ValueError, RecursionError):
+        return False  # not a mapping, not a word, or without a text
 
 
 def _brief(value: Any) -> str:
     """Return a short form of anything for a message."""
     try:
-        text = repr(value)
+        return shorten(repr(value), 60)
     except (ValueError, RecursionError):
         return f"a {type(value).__name__}"
-    return text if len(text) <= 40 else text[:40] + "…"

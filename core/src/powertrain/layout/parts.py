@@ -6,14 +6,13 @@ here. Both classes are made by `parse_layout` (or `Layout.from_mapping`), which 
 
 from __future__ import annotations
 
-import json
 import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from powertrain.errors import ConfigError, DeviceError
+from powertrain.layout.mapping import part_text
 from powertrain.options import OptionSpec, nearest
 from powertrain.specs import AxisSpec, BackendSpec
 
@@ -21,19 +20,15 @@ if TYPE_CHECKING:
     from powertrain.registry import Registry
 
 PART_OPTIONS: Final = (
-    OptionSpec(
-        name="python", type="str", help="interpreter that runs this part's workers; the driver's own if not given"
-    ),
+    OptionSpec(name="python", help="interpreter that runs this part's workers; the driver's own if not given"),
     OptionSpec(name="frozen", type="bool", default=False, help="this part gets no weight updates (judge, reference)"),
     OptionSpec(name="inline", type="bool", help="live in the driver's process (one rank only); chosen if not given"),
 )
 """Options that every backend's parts take, beside the backend's own."""
-_ORDER: Final = "dtpce"
-_SAFE: Final = re.compile(r"[A-Za-z0-9_./:,@-]+")
+_ORDER: Final = ("d", "t", "p", "c", "e")
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where one rank of a part lives.
 
     card: absolute 0-based slot in the layout. instance: which engine of the part. rank_in_instance: its rank in that
@@ -46,8 +41,7 @@ class Place:
     coordinates: Mapping[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Expert:
+class Expert(NamedTuple):
     """Sizes of the expert layers in one engine: `ep` expert parallel, `etp` tensor parallel, `dp` data parallel."""
 
     ep: int
@@ -66,9 +60,9 @@ class Part:
 
     backend: str
     name: str = ""
-    axes: Mapping[str, int]
-    expert_axes: Mapping[str, int] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
+    axes: Mapping[str, int] = field(hash=False)
+    expert_axes: Mapping[str, int] | None = field(default=None, hash=False)
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     via: str | None = None
     first_card: int = 0
     spec: BackendSpec = field(compare=False, repr=False)
@@ -110,19 +104,12 @@ class Part:
         Without sections `etp` is the option of that name or 1, never the dense tensor size, and
         dp = cards_per_instance / (p * etp * ep). With sections all three are those of `ffn`.
         """
-        if self.expert_axes is not None:
-            sizes = self.expert_axes
+        if (sizes := self.expert_axes) is not None:
             return Expert(sizes.get("e", 1), sizes.get("t", 1), sizes.get("d", 1))
-        ep, etp = self.axes.get("e", 1), self.etp
+        ep, etp = self.axes.get("e", 1), cast("int | None", self.options.get("etp")) or 1
         if ep == 1 and etp == 1:
             return None
         return Expert(ep, etp, self.cards_per_instance // (self.axes.get("p", 1) * etp * ep))
-
-    @property
-    def etp(self) -> int:
-        """Tensor size of the expert layers where no section says it: the backend's option of that name, else 1."""
-        given = self.options.get("etp")
-        return given if isinstance(given, int) and given > 0 else 1
 
     @property
     def frozen(self) -> bool:
@@ -132,14 +119,12 @@ class Part:
     @property
     def python(self) -> str | None:
         """Interpreter of the part's workers, or None for the driver's own."""
-        value: str | None = self.options.get("python")
-        return value
+        return cast("str | None", self.options.get("python"))
 
     @property
     def inline(self) -> bool | None:
         """True: in the driver's process; False: in a worker; None: not said."""
-        value: bool | None = self.options.get("inline")
-        return value
+        return cast("bool | None", self.options.get("inline"))
 
     @property
     def engine_options(self) -> dict[str, Any]:
@@ -170,21 +155,16 @@ class Part:
     def to_mapping(self) -> dict[str, Any]:
         """Return the part as a plain mapping; keys that say nothing are left out, options are sorted by name."""
         found: dict[str, Any] = {"backend": self.backend, "name": self.name, "axes": _shown(self.axes)}
-        if self.expert_axes is not None:
-            found["expert_axes"] = _shown(self.expert_axes)
-        found["options"] = {name: self.options[name] for name in sorted(self.options)}
+        found["expert_axes"] = _shown(self.expert_axes or {})
+        found["options"] = dict(sorted(self.options.items()))
         found["via"] = self.via
         return {key: value for key, value in found.items() if value not in ("", None, {})}
 
     def __str__(self) -> str:
         return part_text(self.to_mapping())
 
-    def __hash__(self) -> int:
-        return hash((str(self), self.first_card))
 
-
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(NamedTuple):
     """A training part and an inference part that takes its weights; via: the transfer named for them, or None."""
 
     train: Part
@@ -215,12 +195,11 @@ class Layout:
     @property
     def pairs(self) -> tuple[Pair, ...]:
         """Every training part with every inference part, frozen ones left out."""
-        live = [part for part in self.parts if not part.frozen]
         return tuple(
             Pair(train, infer, infer.via or train.via, train.first_card == infer.first_card)
-            for train in live
-            for infer in live
-            if (train.role, infer.role) == ("train", "infer")
+            for train in self.role("train")
+            for infer in self.role("infer")
+            if not (train.frozen or infer.frozen)
         )
 
     def role(self, role: str) -> tuple[Part, ...]:
@@ -237,34 +216,25 @@ class Layout:
 
     def check_cluster(self, *, cards: int, nodes: int = 1) -> None:
         """Raise `DeviceError` unless `nodes` nodes of `cards` cards each hold the layout."""
-        if self.cards <= cards * nodes:
-            return
-        sizes = [group[0].world for group in self.groups]
-        total = f" ({' + '.join(map(str, sizes))})" if len(sizes) > 1 else ""
-        have = f" ({nodes} nodes of {cards})" if nodes > 1 else ""
-        message = f"layout {str(self)!r} needs {self.cards} cards{total}, the cluster has {cards * nodes}{have}"
-        message += "; make a part smaller" + (", or colocate parts with '|'" if len(sizes) > 1 else "")
-        raise DeviceError(message)
+        if self.cards > cards * nodes:
+            sizes = " + ".join(str(group[0].world) for group in self.groups)
+            need = f"needs {self.cards} cards ({sizes}), the cluster has {cards * nodes} ({nodes} x {cards})"
+            message = f"layout {str(self)!r} {need}; make a part smaller, or colocate parts with '|'"
+            raise DeviceError(message)
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the canonical plain mapping: `{"groups": [[part, ...], ...]}`."""
         return {"groups": [[part.to_mapping() for part in group] for group in self.groups]}
 
     @classmethod
-    def from_mapping(
-        cls,
-        mapping: Mapping[str, Any],
-        *,
-        registry: Registry | None = None,
-        specs: Mapping[str, BackendSpec] | None = None,
-    ) -> Layout:
+    def from_mapping(cls, mapping: Mapping[str, Any], *, registry: Registry | None = None) -> Layout:
         """Return the layout of a mapping made by `to_mapping` or written by hand; `LayoutError` as `parse_layout`."""
         from powertrain.layout.check import parse_layout
 
-        return parse_layout(mapping, registry=registry, specs=specs)
+        return parse_layout(mapping, registry=registry)
 
     def __str__(self) -> str:
-        return layout_text(self.to_mapping())
+        return "+".join("|".join(map(str, group)) for group in self.groups)
 
 
 def in_attn(axis: AxisSpec) -> bool:
@@ -274,41 +244,5 @@ def in_attn(axis: AxisSpec) -> bool:
 
 def _shown(axes: Mapping[str, int]) -> dict[str, int]:
     """Return the axes that are written: the first one always, the others where they are not 1; `d t p c e` first."""
-    names = sorted(axes, key=lambda name: _ORDER.index(name) if name in [*_ORDER] else len(_ORDER))
+    names = sorted(axes, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
     return {name: axes[name] for i, name in enumerate(names) if i == 0 or axes[name] != 1}
-
-
-def layout_text(mapping: Mapping[str, Any]) -> str:
-    """Return the config string of a well-formed mapping."""
-    return "+".join("|".join(map(part_text, group)) for group in mapping["groups"])
-
-
-def part_text(part: Mapping[str, Any]) -> str:
-    """Return the config string of one part's mapping."""
-    text: str = part["backend"] + (f"[{part['name']}]" if part.get("name") else "")
-    dims = _dims(part.get("axes") or {})
-    text += f":(attn:{dims}|ffn:{_dims(part['expert_axes'])})" if part.get("expert_axes") is not None else f":{dims}"
-    options = part.get("options") or {}
-    if options:
-        text += "?" + "&".join(f"{name}={value_text(value)}" for name, value in options.items())
-    return text + (f" via {part['via']}" if part.get("via") else "")
-
-
-def _dims(axes: Mapping[str, int]) -> str:
-    return "".join(f"{name}{size}" for name, size in axes.items())
-
-
-def value_text(value: Any) -> str:
-    """Return an option's value as written in a config string; TypeError or ValueError where it has no such form."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, (int, float)):
-        text, quoted = repr(value), False
-    elif isinstance(value, str):
-        text, quoted = value, value.lower() in ("null", "none")
-    elif isinstance(value, (Mapping, Iterable)) and not isinstance(value, bytes):
-        plain = dict(value) if isinstance(value, Mapping) else list(value)
-        text, quoted = json.dumps(plain, ensure_ascii=False, allow_nan=False), True
-    else:
-        raise TypeError(type(value).__name__)
-    return text if _SAFE.fullmatch(text) and not quoted else "'" + text.replace("'", "''") + "'"
