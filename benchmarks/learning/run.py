@@ -32,7 +32,7 @@ def launch(name, seed, reward, args):
     command += [f"ppo.reward={reward}", "ppo.check=powertrain_ppo.tasks:exact"] if reward else []
     command += [f"ppo.steps={args.steps}"] if args.steps else []
     env = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
-    command += [f"env.OMP_NUM_THREADS='{args.threads}'"]
+    command += [f"env.OMP_NUM_THREADS={args.threads}"]
     folder.parent.mkdir(parents=True, exist_ok=True)
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL), folder
 

@@ -32,13 +32,3 @@ def exact(record: Mapping[str, Any], text: str, tokens: Sequence[int]) -> float:
     return float(text.strip() == record["answer"])
 
 
-def constant(record: Mapping[str, Any], text: str, tokens: Sequence[int]) -> float:
-    """Return 1 whatever the completion is: a control, nothing can be learnt from it."""
-    return 1.0
-
-
-def shuffled(record: Mapping[str, Any], text: str, tokens: Sequence[int]) -> float:
-    """Return 0 or 1 by a hash of prompt and completion, unrelated to what is right: a control."""
-    import hashlib
-
-    return float(hashlib.sha256(f"{record['prompt']}|{text}".encode()).digest()[0] & 1)
