@@ -6,15 +6,15 @@ the declared type, checks bounds, fills defaults and explains what does not fit,
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from powertrain.errors import ConfigError, Violations
 
-TYPES: Final = ("int", "float", "bool", "str", "list", "mapping")
 _TRUE: Final = frozenset({"true", "yes", "on", "1"})
 _FALSE: Final = frozenset({"false", "no", "off", "0"})
 
@@ -23,7 +23,7 @@ _FALSE: Final = frozenset({"false", "no", "off", "0"})
 class OptionSpec:
     """One option of a backend, transfer, launcher or recipe.
 
-    name: as written in `?name=value` and in YAML. type: one of `TYPES`; `None` is accepted where `default` is None.
+    name: as written in `?name=value` and in YAML. type: a key of `READERS`; `None` is accepted where `default` is None.
     default: used when the option is not given. choices: allowed values. minimum/maximum: inclusive bounds of numbers.
     help: one sentence, shown by the command line and in the docs.
     """
@@ -37,9 +37,27 @@ class OptionSpec:
     maximum: float | None = None
 
     def __post_init__(self) -> None:
-        if self.type not in TYPES:
-            message = f"option {self.name!r} has type {self.type!r}; the types are {', '.join(TYPES)}"
+        if self.type not in READERS:
+            message = f"option {self.name!r} has type {self.type!r}; the types are {', '.join(READERS)}"
             raise ConfigError(message)
+
+
+def option(*, default: Any, help: str, **limits: Any) -> Any:
+    """Declare a field of a record that is an option too; limits: `OptionSpec`'s choices, minimum and maximum."""
+    return field(default=default, metadata={"help": help, **limits})
+
+
+def options_of(record: type) -> tuple[OptionSpec, ...]:
+    """Return an option for every field declared with `option`, typed by its annotation; a record in it is a mapping."""
+    kinds = {"int": "int", "float": "float", "bool": "bool", "str": "str", "tuple": "list"}
+    found = []
+    for item in fields(record):
+        if "help" in item.metadata:
+            kind = kinds.get(str(item.type).removesuffix(" | None").partition("[")[0], "mapping")
+            preset: Any = item.default
+            default = {} if kind == "mapping" else list(preset) if kind == "list" else preset
+            found.append(OptionSpec(name=item.name, type=kind, default=default, **item.metadata))
+    return tuple(found)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -64,55 +82,40 @@ def convert(spec: OptionSpec, value: Any) -> Any:
         hint = nearest(str(result), map(str, spec.choices))
         message = f"option {spec.name!r} is {result!r}; it takes {', '.join(map(str, spec.choices))}{hint}"
         raise ConfigError(message)
-    if spec.type in {"int", "float"}:
-        if spec.minimum is not None and result < spec.minimum:
-            message = f"option {spec.name!r} is {result}; the least allowed is {spec.minimum:g}"
-            raise ConfigError(message)
-        if spec.maximum is not None and result > spec.maximum:
-            message = f"option {spec.name!r} is {result}; the most allowed is {spec.maximum:g}"
-            raise ConfigError(message)
+    if spec.minimum is not None and result < spec.minimum:
+        message = f"option {spec.name!r} is {result}; the least allowed is {spec.minimum:g}"
+        raise ConfigError(message)
+    if spec.maximum is not None and result > spec.maximum:
+        message = f"option {spec.name!r} is {result}; the most allowed is {spec.maximum:g}"
+        raise ConfigError(message)
     return result
 
 
 def _typed(spec: OptionSpec, value: Any) -> Any:
     try:
-        match spec.type:
-            case "int":
-                return _integer(value)
-            case "float":
-                if isinstance(value, bool):
-                    raise ValueError
-                return float(value)
-            case "bool":
-                return _boolean(value)
-            case "str":
-                return _text(value)
-            case "list":
-                return _sequence(value)
-            case _:
-                return _mapping(value)
+        return READERS[spec.type](value)
     except (ValueError, TypeError) as exc:
         message = f"option {spec.name!r} needs a value of type {spec.type}, got {value!r}"
         raise ConfigError(message) from exc
 
 
 def _integer(value: Any) -> int:
-    if isinstance(value, bool):
-        raise ValueError
-    if isinstance(value, float):
-        if value.is_integer():
-            return int(value)
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
         raise ValueError
     return int(value)
 
 
+def _number(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError
+    return float(value)
+
+
 def _boolean(value: Any) -> bool:
     text = str(value).lower()
-    if text in _TRUE:
-        return True
-    if text in _FALSE:
-        return False
-    raise ValueError
+    if text not in _TRUE | _FALSE:
+        raise ValueError
+    return text in _TRUE
 
 
 def _text(value: Any) -> str:
@@ -124,21 +127,29 @@ def _text(value: Any) -> str:
 
 
 def _sequence(value: Any) -> list[Any]:
-    if isinstance(value, (list, tuple)):
-        return list(value)
-    if not isinstance(value, str):
-        raise ValueError
-    if value.lstrip().startswith("["):
-        return list(json.loads(value))
-    return [part.strip() for part in value.split(",") if part.strip()]
+    if isinstance(value, str) and not value.lstrip().startswith("["):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    if isinstance(value, (str, list, tuple)):
+        return list(json.loads(value) if isinstance(value, str) else value)
+    raise ValueError
 
 
 def _mapping(value: Any) -> dict[str, Any]:
-    if isinstance(value, str):
-        value = json.loads(value)
-    if not isinstance(value, Mapping):
+    found = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(found, Mapping):
         raise ValueError
-    return dict(value)
+    return dict(found)
+
+
+READERS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "int": _integer,
+    "float": _number,
+    "bool": _boolean,
+    "str": _text,
+    "list": _sequence,
+    "mapping": _mapping,
+}
+"""Type of an option -> what reads its value, raising ValueError or TypeError for one that is not of the type."""
 
 
 def resolve(specs: Iterable[OptionSpec], given: Mapping[str, Any], *, where: str) -> dict[str, Any]:
@@ -147,21 +158,31 @@ def resolve(specs: Iterable[OptionSpec], given: Mapping[str, Any], *, where: str
     where: what the options belong to, for the messages (`"backend fsdp"`). Raises `Violations` with every fault:
     unknown names with the nearest known one, and every value that does not convert.
     """
+    problems: list[str] = []
+    values = collect(specs, given, where=where, problems=problems)
+    if problems:
+        raise Violations(problems)
+    return values
+
+
+def collect(specs: Iterable[OptionSpec], given: Any, *, where: str, problems: list[str]) -> dict[str, Any]:
+    """As `resolve`, but append the faults to `problems` and go on with the defaults of the options at fault."""
     table = {spec.name: spec for spec in specs}
-    problems = [
-        f"{where}: unknown option {name!r}{nearest(name, table)}; it has: {', '.join(sorted(table)) or 'no options'}"
+    if not isinstance(given, Mapping):
+        problems.append(f"{where} is {given!r}; it must be a mapping of options")
+        given = {}
+    problems += [
+        f"{where}: unknown option {name!r}{nearest(str(name), table)}; "
+        f"it has: {', '.join(sorted(table)) or 'no options'}"
         for name in given
         if name not in table
     ]
     values: dict[str, Any] = {}
     for name, spec in table.items():
-        if name not in given:
-            values[name] = spec.default
-            continue
+        values[name] = spec.default
         try:
-            values[name] = convert(spec, given[name])
+            if name in given:
+                values[name] = convert(spec, given[name])
         except ConfigError as exc:
-            problems.append(f"{where}: {exc}")
-    if problems:
-        raise Violations(problems)
-    return values
+            problems.append(f"{where}: {exc}" if where else str(exc))
+    return copy.deepcopy(values)

@@ -57,7 +57,7 @@ class AxisSpec:
     name: one lower-case letter or word, as in `t4`. title: the word in messages ("tensor parallel").
     world: True when the part's number of ranks is multiplied by it (d, c, t, p), False when it lies within the
     others (e). instances: True when it counts separate engines rather than ranks of one (d of an infer backend).
-    section: "" for all layers, "ffn" where it exists only in expert layers. minimum/maximum: inclusive limits of the size.
+    section: "" for all layers, "ffn" where it exists only in expert layers. minimum/maximum: inclusive limits.
     """
 
     name: str
@@ -80,30 +80,39 @@ STANDARD_AXES: Final[Mapping[str, AxisSpec]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BackendSpec:
-    """What a backend plugin tells core; returned by the hook `powertrain_backend`.
+class Spec:
+    """What every plugin tells core.
 
-    name: the entry point's name. role: `train` or `infer`. engine: "module:Class" of a `TrainEngine` or `InferEngine`.
-    axes: letters of `STANDARD_AXES` or own `AxisSpec`s, in the order in which ranks are numbered, slowest first
-    (`("p", "d", "c", "t")` makes t the fastest). For an infer backend `d` counts instances.
-    options: the backend's own options. environment: "module:function" called as f(options, spec) before a worker
-    starts, torch-free, returning the variables that the backend needs. capabilities: graded support by name.
-    requires: import names that the engine needs, shown when missing. install: the command that brings them.
-    status: "ready", or "planned" for an engine that is described but not there yet. frozen: True if its parts never get updates.
+    name: the entry point's name. summary: one line for lists. options: the plugin's own. requires: import names that
+    it needs, shown when missing. install: the command that brings them. api: `API_VERSION` it was written for.
     """
 
     name: str
-    role: str
-    engine: str
     summary: str = ""
-    axes: tuple[str | AxisSpec, ...] = ("d",)
     options: tuple[OptionSpec, ...] = ()
-    environment: str = ""
-    capabilities: Mapping[str, Support] = field(default_factory=dict)
     requires: tuple[str, ...] = ()
     install: str = ""
-    status: str = "ready"
     api: tuple[int, int] = API_VERSION
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendSpec(Spec):
+    """What a backend plugin tells core; returned by the hook `powertrain_backend`.
+
+    role: `train` or `infer`. engine: "module:Class" of a `TrainEngine` or `InferEngine`.
+    axes: letters of `STANDARD_AXES` or own `AxisSpec`s, in the order in which ranks are numbered, slowest first
+    (`("p", "d", "c", "t")` makes t the fastest). For an infer backend `d` counts instances.
+    environment: "module:function" called as f(options, spec) before a worker
+    starts, torch-free, returning the variables that the backend needs. capabilities: graded support by name.
+    status: "ready", or "planned" for an engine that is described but not there yet.
+    """
+
+    role: str
+    engine: str
+    axes: tuple[str | AxisSpec, ...] = ("d",)
+    environment: str = ""
+    capabilities: Mapping[str, Support] = field(default_factory=dict)
+    status: str = "ready"
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -125,7 +134,7 @@ class BackendSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TransferSpec:
+class TransferSpec(Spec):
     """What a transfer plugin tells core; returned by the hook `powertrain_transfer`.
 
     driver: "module:Class" of a `Transfer`. source/sink: "module:Class" of the endpoints that live in the worker
@@ -133,72 +142,40 @@ class TransferSpec:
     (colocated on cards), "network". rank: among those that fit, the lowest is picked when the string names none.
     """
 
-    name: str
     driver: str
     source: str
     sink: str
     reach: tuple[str, ...]
     rank: int = 100
-    summary: str = ""
-    options: tuple[OptionSpec, ...] = ()
-    requires: tuple[str, ...] = ()
-    install: str = ""
-    api: tuple[int, int] = API_VERSION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LauncherSpec:
+class LauncherSpec(Spec):
     """What a launcher plugin tells core; returned by the hook `powertrain_launcher`. launcher: "module:Class"."""
 
-    name: str
     launcher: str
-    summary: str = ""
-    options: tuple[OptionSpec, ...] = ()
-    requires: tuple[str, ...] = ()
-    install: str = ""
-    api: tuple[int, int] = API_VERSION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RecipeSpec:
-    """What a recipe plugin tells core; returned by the hook `powertrain_recipe`. recipe: "module:Class" of a `Recipe`."""
+class RecipeSpec(Spec):
+    """What a recipe plugin tells core; returned by the hook `powertrain_recipe`. recipe: "module:Class"."""
 
-    name: str
     recipe: str
-    summary: str = ""
-    options: tuple[OptionSpec, ...] = ()
-    requires: tuple[str, ...] = ()
-    install: str = ""
-    api: tuple[int, int] = API_VERSION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServiceSpec:
+class ServiceSpec(Spec):
     """A long-running service beside the engines (a rollout proxy, a router); hook `powertrain_service`."""
 
-    name: str
     service: str
-    summary: str = ""
-    options: tuple[OptionSpec, ...] = ()
-    requires: tuple[str, ...] = ()
-    install: str = ""
-    api: tuple[int, int] = API_VERSION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceSpec:
+class DeviceSpec(Spec):
     """A kind of card; hook `powertrain_device`. visible_variable: the environment variable that narrows the cards."""
 
-    name: str
     visible_variable: str
     probe: str
-    summary: str = ""
-    requires: tuple[str, ...] = ()
-    install: str = ""
-    api: tuple[int, int] = API_VERSION
-
-
-Spec = BackendSpec | TransferSpec | LauncherSpec | RecipeSpec | ServiceSpec | DeviceSpec
 
 
 def load_object(path: str) -> Any:

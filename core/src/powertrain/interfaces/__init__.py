@@ -1,1 +1,1 @@
-"""The interfaces between core and plugins: data, build specs, and the abstract classes of engines, transfers and launchers."""
+"""What core and plugins share: data, build specs, and the abstract classes of engines, transfers and launchers."""

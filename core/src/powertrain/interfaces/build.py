@@ -1,17 +1,19 @@
-"""What an engine is built from: model, precision, determinism, LM head, LoRA, optimizer and its place among the ranks."""
+"""What an engine is built from: model, precision, determinism, LM head, LoRA, optimizer, its place among ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import field
+from typing import Any, Final
 
 from powertrain.errors import ConfigError
-from powertrain.interfaces.wire import wire
+from powertrain.interfaces.wire import record
+from powertrain.options import option
+
+_PROJECTIONS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-@wire
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class HeadSpec:
     """Precision of the LM head, one setting for both sides.
 
@@ -19,27 +21,22 @@ class HeadSpec:
     logits exist at once (None: all at once); the two are independent of each other.
     """
 
-    fp32: bool = True
-    chunk: int | None = None
+    fp32: bool = option(default=True, help="compute logits and log-probs in float32 on both sides")
+    chunk: int | None = option(default=None, help="positions whose logits exist at once; all if not given", minimum=1)
 
 
-@wire
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class LoraSpec:
     """A LoRA adapter to train: PEFT's r, alpha, dropout and the suffixes of the target modules."""
 
-    rank: int = 8
-    alpha: float = 16.0
-    dropout: float = 0.0
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    name: str = "policy"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "targets", tuple(self.targets))
+    rank: int = option(default=8, help="rank of the adapter", minimum=1)
+    alpha: float = option(default=16.0, help="scale of the adapter, times 1/rank")
+    dropout: float = option(default=0.0, help="dropout on the adapter's input", minimum=0, maximum=1)
+    targets: tuple[str, ...] = option(default=_PROJECTIONS, help="suffixes of the modules that get an adapter")
+    name: str = option(default="policy", help="base of the versioned adapter names")
 
 
-@wire
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class ScheduleSpec:
     """Learning-rate schedule shared by every training engine; see `powertrain.schedules` for its exact meaning.
 
@@ -48,29 +45,27 @@ class ScheduleSpec:
     decay as a share of the peak.
     """
 
-    kind: str = "constant"
-    total_steps: int | None = None
-    warmup_steps: int | None = None
-    warmup_ratio: float = 0.0
-    min_ratio: float = 0.0
+    kind: str = option(default="constant", help="shape of the decay", choices=("constant", "linear", "cosine"))
+    total_steps: int | None = option(default=None, help="when the decay ends; with the recipe if not given", minimum=1)
+    warmup_steps: int | None = option(default=None, help="fixed warmup, wins over warmup_ratio; 0: none", minimum=0)
+    warmup_ratio: float = option(default=0.0, help="warmup as share of total_steps", minimum=0, maximum=1)
+    min_ratio: float = option(default=0.0, help="floor as share of the peak", minimum=0, maximum=1)
 
 
-@wire
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class OptimSpec:
     """AdamW and its learning rate. clip: largest global gradient norm (None: no clipping)."""
 
-    lr: float = 1e-5
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip: float | None = 1.0
-    schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
+    lr: float = option(default=1e-5, help="peak learning rate", minimum=0)
+    beta1: float = option(default=0.9, help="decay of Adam's first moment", minimum=0, maximum=1)
+    beta2: float = option(default=0.999, help="decay of Adam's second moment", minimum=0, maximum=1)
+    eps: float = option(default=1e-8, help="Adam's epsilon", minimum=0)
+    weight_decay: float = option(default=0.0, help="decoupled weight decay", minimum=0)
+    clip: float | None = option(default=1.0, help="largest global gradient norm; 0 for no clipping", minimum=0)
+    schedule: ScheduleSpec = option(default=ScheduleSpec(), help="learning-rate schedule")
 
 
-@wire
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class RankSpec:
     """One rank's place in its engine.
 
@@ -89,8 +84,7 @@ class RankSpec:
     rendezvous: str = ""
 
 
-@wire
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class EngineSpec:
     """All that one rank of an engine is built from; the same for every rank except `place`.
 

@@ -7,11 +7,11 @@ All arrays are numpy arrays on the host. Sequences are ragged: token arrays of a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 from powertrain.errors import ConfigError
-from powertrain.interfaces.wire import wire
+from powertrain.interfaces.wire import record
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     FloatArray = NDArray[np.float32]
 
 
-@wire
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class SamplingParams:
     """How tokens are drawn.
 
@@ -39,7 +38,6 @@ class SamplingParams:
     n: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if self.max_tokens < 1 or self.n < 1:
             message = f"max_tokens is {self.max_tokens} and n is {self.n}; both must be at least 1"
             raise ConfigError(message)
@@ -51,8 +49,7 @@ class SamplingParams:
             raise ConfigError(message)
 
 
-@wire
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class GenerateRequest:
     """One prompt, `sampling.n` completions of it.
 
@@ -66,8 +63,7 @@ class GenerateRequest:
     adapter: str | None = None
 
 
-@wire
-@dataclass(frozen=True, slots=True)
+@record(kw_only=False)
 class Segment:
     """Tokens [start, end) of a completion that one weight version produced; `version` is `str(WeightVersion)`."""
 
@@ -76,8 +72,7 @@ class Segment:
     version: str
 
 
-@wire
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class Completion:
     """One sampled continuation.
 
@@ -92,26 +87,18 @@ class Completion:
     finish: str
     segments: tuple[Segment, ...]
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "segments", tuple(self.segments))
 
-
-@wire
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class GenerateResult:
     """The completions of one request, in sample order."""
 
     request_id: str
     completions: tuple[Completion, ...]
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "completions", tuple(self.completions))
 
-
-@wire
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class LossSpec:
-    """A loss by name: "module:function" and its plain config. See `powertrain.tensors.loss` for the function's contract.
+    """A loss by name, "module:function", and its plain config; `powertrain.tensors.loss` has the function's contract.
 
     temperature: the sampling temperature under which log-probs are computed. entropy: also compute the entropy.
     """
@@ -122,8 +109,7 @@ class LossSpec:
     entropy: bool = False
 
 
-@wire
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class TrainBatch:
     """A global batch: every rank is handed the same one and takes its own sequences from it.
 
@@ -244,8 +230,7 @@ def _faults(batch: TrainBatch) -> list[str]:
     return problems
 
 
-@wire
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class StepResult:
     """What a training step did, equal on every rank.
 

@@ -37,7 +37,7 @@ class ProcessStatus:
 
 
 class Launcher(ABC):
-    """Starts workers and servers. The driver owns it; `close` ends everything that it has started, children included."""
+    """Starts workers and servers. The driver owns it; `close` ends all that it has started, children included."""
 
     def __init__(self, options: Mapping[str, Any], *, logs: str) -> None:
         self.options = options
@@ -49,7 +49,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def wait_ready(self, names: Sequence[str], *, deadline: float) -> None:
-        """Return when each server answers its `ready` URL; DeadlineError or WorkerError (died) names process and log."""
+        """Return when each server answers its `ready` URL; DeadlineError or WorkerError (died) names process, log."""
 
     @abstractmethod
     def status(self) -> list[ProcessStatus]:

@@ -43,7 +43,7 @@ class TrainEngine(Stateful, ABC):
 
     @abstractmethod
     def prepare(self, env: Mapping[str, str]) -> None:
-        """Run before any heavy import: check (or, inside a process that powertrain did not start, set) the variables in `env`.
+        """Run before any heavy import: check the variables in `env`, or set them in a process that is not our own.
 
         Imports nothing heavy itself. A variable that comes too late to have an effect is an error when determinism
         was asked for, else a warning.
@@ -67,7 +67,7 @@ class TrainEngine(Stateful, ABC):
 
     @abstractmethod
     def logprobs(self, batch: TrainBatch, temperature: float = 1.0) -> FloatArray:
-        """Return float32 [N]: log-probability of each scored token under the current weights, 0 elsewhere; on every rank."""
+        """Return float32 [N]: log-probability of each scored token under the present weights, else 0; on every rank."""
 
     @abstractmethod
     def weights(self) -> WeightSource:
@@ -86,7 +86,7 @@ class TrainEngine(Stateful, ABC):
 
     @abstractmethod
     def export(self, folder: str) -> None:
-        """Write an HF-format model (or, when a LoRA adapter is trained, a PEFT adapter) into a folder; rank 0 writes."""
+        """Write an HF-format model, or a PEFT adapter when one is trained, into a folder; rank 0 writes."""
 
     @abstractmethod
     def offload(self) -> None:

@@ -21,16 +21,12 @@ class EngineHandle(Protocol):
         ...
 
 
-class SourceEndpoint(ABC):
-    """A transfer's half inside each training rank; made with that rank's `WeightSource`, driven by name through `endpoint`."""
+class Endpoint(ABC):
+    """A transfer's half inside each rank, made as `cls(weights, place)` and driven by the names of its methods.
 
-    @abstractmethod
-    def close(self) -> None:
-        """Free what the endpoint holds; may be called twice."""
-
-
-class SinkEndpoint(ABC):
-    """A transfer's half inside each inference rank; made with that rank's `WeightSink`."""
+    weights: a training rank's `WeightSource` (for `TransferSpec.source`) or an inference rank's `WeightSink`
+    (`TransferSpec.sink`).
+    """
 
     @abstractmethod
     def close(self) -> None:
@@ -38,7 +34,7 @@ class SinkEndpoint(ABC):
 
 
 class Transfer(ABC):
-    """One pair's path for weights, on the driver. `push` runs the phases in their fixed order; subclasses move the bytes.
+    """One pair's path for weights, on the driver. `push` runs the phases in fixed order; subclasses move the bytes.
 
     The order is: pause, make room, gather, wire, load, finish, resume. `powertrain.weights.transaction` owns it.
     """

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Piece:
     """A block of one tensor on its way: `tensor` (a torch tensor) holds the range that begins at `start` of `name`.
 
-    name: canonical HF name. start: first index in each dimension of the global tensor; the extent is the tensor's shape.
+    name: canonical HF name. start: first index in each dimension of the global tensor; the extent is `tensor`'s shape.
     The receiver copies before it returns; it never keeps a reference, since the memory is used again.
     """
 
@@ -82,7 +82,7 @@ class WeightSink(ABC):
 
     @abstractmethod
     def publish(self, version: str | None) -> None:
-        """Called by the engine's `resume`: with a version, finished -> steady under it; None is for a steady sink alone.
+        """Called by the engine's `resume`: with a version, finished -> steady under it; None is for a steady sink.
 
         UnfitError in state unfit; StateError when the version is not that of the update that has finished.
         """

@@ -11,46 +11,9 @@ from collections.abc import Mapping
 from typing import Final
 
 from powertrain.checkpoint_options import CHECKPOINT_OPTIONS
-from powertrain.options import OptionSpec
+from powertrain.interfaces.build import HeadSpec, LoraSpec, OptimSpec, ScheduleSpec
+from powertrain.options import OptionSpec, options_of
 
-HEAD_OPTIONS: Final = (
-    OptionSpec(name="fp32", type="bool", default=True, help="compute logits and log-probs in float32 on both sides"),
-    OptionSpec(name="chunk", type="int", minimum=1, help="positions whose logits exist at once; all when not given"),
-)
-LORA_OPTIONS: Final = (
-    OptionSpec(name="rank", type="int", default=8, minimum=1, help="rank of the adapter"),
-    OptionSpec(name="alpha", type="float", default=16.0, help="scale of the adapter, times 1/rank"),
-    OptionSpec(name="dropout", type="float", default=0.0, minimum=0, maximum=1, help="dropout on the adapter's input"),
-    OptionSpec(
-        name="targets",
-        type="list",
-        default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        help="suffixes of the modules that get an adapter",
-    ),
-    OptionSpec(name="name", default="policy", help="base of the versioned adapter names"),
-)
-SCHEDULE_OPTIONS: Final = (
-    OptionSpec(name="kind", default="constant", choices=("constant", "linear", "cosine"), help="shape of the decay"),
-    OptionSpec(
-        name="total_steps", type="int", minimum=1, help="steps until the decay ends; the recipe's own if not given"
-    ),
-    OptionSpec(name="warmup_steps", type="int", minimum=0, help="fixed warmup; wins over warmup_ratio; 0 is none"),
-    OptionSpec(
-        name="warmup_ratio", type="float", default=0.0, minimum=0, maximum=1, help="warmup as share of total_steps"
-    ),
-    OptionSpec(name="min_ratio", type="float", default=0.0, minimum=0, maximum=1, help="floor as share of the peak"),
-)
-OPTIM_OPTIONS: Final = (
-    OptionSpec(name="lr", type="float", default=1e-5, minimum=0, help="peak learning rate"),
-    OptionSpec(name="beta1", type="float", default=0.9, minimum=0, maximum=1, help="decay of Adam's first moment"),
-    OptionSpec(name="beta2", type="float", default=0.999, minimum=0, maximum=1, help="decay of Adam's second moment"),
-    OptionSpec(name="eps", type="float", default=1e-8, minimum=0, help="Adam's epsilon"),
-    OptionSpec(name="weight_decay", type="float", default=0.0, minimum=0, help="decoupled weight decay"),
-    OptionSpec(
-        name="clip", type="float", default=1.0, minimum=0, help="largest global gradient norm; 0 for no clipping"
-    ),
-    OptionSpec(name="schedule", type="mapping", default={}, help="learning-rate schedule"),
-)
 TIMEOUT_OPTIONS: Final = (
     OptionSpec(name="start", type="float", default=600.0, minimum=0, help="seconds for all engines to be built"),
     OptionSpec(
@@ -61,11 +24,12 @@ TIMEOUT_OPTIONS: Final = (
     OptionSpec(name="engine", type="float", default=300.0, minimum=0, help="seconds for any wait inside an engine"),
 )
 GROUPS: Final[Mapping[str, tuple[OptionSpec, ...]]] = {
-    "head": HEAD_OPTIONS,
-    "lora": LORA_OPTIONS,
-    "optim": OPTIM_OPTIONS,
+    "head": options_of(HeadSpec),
+    "lora": options_of(LoraSpec),
+    "optim": options_of(OptimSpec),
     "timeouts": TIMEOUT_OPTIONS,
 }
+SCHEDULE_OPTIONS: Final = options_of(ScheduleSpec)
 """Core keys that hold a mapping, with the options in it; `optim.schedule` holds `SCHEDULE_OPTIONS`."""
 
 CORE_OPTIONS: Final = (

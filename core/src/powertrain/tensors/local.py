@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from powertrain.errors import ConfigError, TransferError
-from powertrain.interfaces.transfer import SinkEndpoint, SourceEndpoint
+from powertrain.interfaces.transfer import Endpoint
 from powertrain.interfaces.weights import Piece
 from powertrain.tensors.planned import PlannedTransfer, together
 from powertrain.tensors.sink import BoxSink, block_view
@@ -27,7 +27,7 @@ _offered: dict[str, WeightSource] = {}
 _lock = threading.Lock()
 
 
-class LocalSource(SourceEndpoint):
+class LocalSource(Endpoint):
     """Offers its source to the sinks of this process."""
 
     def __init__(self, weights: WeightSource, place: RankSpec) -> None:
@@ -53,7 +53,7 @@ class LocalSource(SourceEndpoint):
             self.release(session)
 
 
-class LocalSink(SinkEndpoint):
+class LocalSink(Endpoint):
     """Takes weights from a source of this process."""
 
     def __init__(self, weights: WeightSink, place: RankSpec) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from powertrain.errors import TransferError
-from powertrain.interfaces.transfer import SinkEndpoint, SourceEndpoint
+from powertrain.interfaces.transfer import Endpoint
 from powertrain.interfaces.weights import Piece
 from powertrain.tensors.planned import PlannedTransfer, together
 from powertrain.tensors.sink import block_view
@@ -120,7 +120,7 @@ class _Session:
     work: Mapping[int, Sequence[Any]]
 
 
-class _Endpoint:
+class _Sessions(Endpoint):
     """What both sides share: sessions by name."""
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class _Endpoint:
             self.release(session)
 
 
-class ShmSource(_Endpoint, SourceEndpoint):
+class ShmSource(_Sessions):
     """A training rank's half."""
 
     def __init__(self, weights: WeightSource, place: RankSpec) -> None:
@@ -183,7 +183,7 @@ class ShmSource(_Endpoint, SourceEndpoint):
         return total
 
 
-class ShmSink(_Endpoint, SinkEndpoint):
+class ShmSink(_Sessions):
     """An inference rank's half."""
 
     def __init__(self, weights: WeightSink, place: RankSpec) -> None:

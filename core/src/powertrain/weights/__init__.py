@@ -1,4 +1,4 @@
-"""Weights as data: names, boxes, manifests, versions, plans, updates and the transaction that publishes them. Torch-free."""
+"""Weights as data: boxes, manifests, versions, plans, updates and the transaction that publishes them. No torch."""
 
 from __future__ import annotations
 

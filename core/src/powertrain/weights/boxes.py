@@ -6,12 +6,12 @@ A layout that nobody thought of is still a list of boxes, so nothing here knows 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import prod
 from typing import Any
 
 from powertrain.errors import ConfigError
-from powertrain.interfaces.wire import wire
+from powertrain.interfaces.wire import record
 
 ITEM_SIZE: Mapping[str, int] = {
     "float64": 8,
@@ -30,8 +30,7 @@ ITEM_SIZE: Mapping[str, int] = {
 """Bytes of one element by torch's dtype name."""
 
 
-@wire
-@dataclass(frozen=True, slots=True)
+@record(kw_only=False)
 class Box:
     """A block of a global tensor and its place in a rank's memory.
 
@@ -46,24 +45,10 @@ class Box:
     offset: int
     stride: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        for name in ("start", "size", "stride"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-
     @property
     def elements(self) -> int:
         """Number of elements in the box (1 for a scalar)."""
         return prod(self.size)
-
-    def overlap(self, other: Box) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Return (start, size) of what both boxes cover of the global tensor, or None."""
-        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
-        end = tuple(
-            min(a + n, b + m) for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True)
-        )
-        if any(e <= s for s, e in zip(start, end, strict=True)):
-            return None
-        return start, tuple(e - s for s, e in zip(start, end, strict=True))
 
     def place(self, start: tuple[int, ...]) -> int:
         """Return the storage offset of the element at global index `start`, which must lie in the box."""
@@ -72,8 +57,7 @@ class Box:
         )
 
 
-@wire
-@dataclass(frozen=True, slots=True)
+@record(kw_only=False)
 class Entry:
     """One tensor by its canonical HF name.
 
@@ -90,10 +74,10 @@ class Entry:
     frozen: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("shape", "boxes", "accepts"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.dtype not in ITEM_SIZE:
-            message = f"tensor {self.name!r} has dtype {self.dtype!r}, which no transfer knows; known: {', '.join(ITEM_SIZE)}"
+            message = (
+                f"tensor {self.name!r} has dtype {self.dtype!r}, unknown to transfers; known: {', '.join(ITEM_SIZE)}"
+            )
             raise ConfigError(message)
 
     @property
@@ -102,8 +86,7 @@ class Entry:
         return prod(self.shape) * ITEM_SIZE[self.dtype]
 
 
-@wire
-@dataclass(frozen=True, slots=True)
+@record(kw_only=False)
 class Manifest:
     """All that one rank holds (source) or wants (sink).
 
@@ -119,7 +102,6 @@ class Manifest:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "entries", tuple(self.entries))
         names = [entry.name for entry in self.entries]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})

@@ -7,11 +7,10 @@ are packed into buckets of bounded size; sinks read the parts of blocks that fal
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 
 from powertrain.errors import ConfigError, Violations
-from powertrain.interfaces.wire import wire
+from powertrain.interfaces.wire import record
 from powertrain.weights.boxes import ITEM_SIZE, Box, Entry, Manifest
 from powertrain.weights.ranges import Range, left_of, overlap, split
 
@@ -19,8 +18,7 @@ ALIGNMENT = 256
 """Bytes; every block begins at a multiple of it within its bucket."""
 
 
-@wire
-@dataclass(frozen=True, slots=True)
+@record(kw_only=False)
 class Block:
     """A block of one tensor that one source rank puts into one bucket, row-major and contiguous there.
 
@@ -39,18 +37,13 @@ class Block:
     bucket: int
     offset: int
 
-    def __post_init__(self) -> None:
-        for name in ("start", "size", "stride"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-
     @property
     def bytes(self) -> int:
         """Bytes of the block's elements."""
         return prod(self.size) * ITEM_SIZE[self.dtype]
 
 
-@wire
-@dataclass(frozen=True, slots=True)
+@record(kw_only=False)
 class Read:
     """What one sink rank takes from a block: the range (start, size) of the tensor that the sink knows as `name`."""
 
@@ -59,18 +52,13 @@ class Read:
     start: tuple[int, ...]
     size: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        for name in ("start", "size"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-
     @property
     def bytes(self) -> int:
         """Bytes read."""
         return prod(self.size) * ITEM_SIZE[self.block.dtype]
 
 
-@wire
-@dataclass(frozen=True, slots=True)
+@record(kw_only=False)
 class TransferPlan:
     """Who sends what to whom. blocks: in bucket order. reads[engine][rank]: in bucket order. buckets: bytes of each.
 
@@ -81,11 +69,6 @@ class TransferPlan:
     blocks: tuple[Block, ...]
     reads: tuple[tuple[tuple[Read, ...], ...], ...]
     buckets: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "blocks", tuple(self.blocks))
-        object.__setattr__(self, "reads", tuple(tuple(tuple(r) for r in engine) for engine in self.reads))
-        object.__setattr__(self, "buckets", tuple(self.buckets))
 
     @property
     def bytes(self) -> int:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, Final
 
-from powertrain.interfaces.wire import wire
+from powertrain.interfaces.wire import record
 from powertrain.weights.version import WeightVersion
 
 PHASES: Final = ("pause", "make_room", "gather", "wire", "load", "finish", "resume")
 """The phases of every update in their order; every report names them all."""
 
 
-@wire
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class Update:
     """What is about to be written into the sinks of a set.
 
@@ -32,8 +31,7 @@ class Update:
     base: WeightVersion | None = None
 
 
-@wire
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record()
 class TransferReport:
     """What one update did: seconds of each phase, bytes that travelled, sinks reached, and the version now served."""
 
@@ -48,7 +46,12 @@ class TransferReport:
         """Return the report as flat numbers for `metrics.jsonl`."""
         rate = self.bytes / self.total_seconds / 1e9 if self.total_seconds > 0 else 0.0
         flat = {f"transfer/{phase}_s": self.seconds.get(phase, 0.0) for phase in PHASES}
-        return {**flat, "transfer/total_s": self.total_seconds, "transfer/bytes": float(self.bytes), "transfer/gb_per_s": rate}
+        return {
+            **flat,
+            "transfer/total_s": self.total_seconds,
+            "transfer/bytes": float(self.bytes),
+            "transfer/gb_per_s": rate,
+        }
 
 
 class Meter:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from powertrain.errors import CheckpointError, ConfigError
-from powertrain.interfaces.wire import wire
+from powertrain.interfaces.wire import record
 
 
-@wire
-@dataclass(frozen=True, order=True, slots=True)
+@record(kw_only=False, order=True)
 class WeightVersion:
     """The run's incarnation (how often it was started) and a counter that rises through the whole run.
 
