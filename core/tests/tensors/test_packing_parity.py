@@ -32,14 +32,14 @@ def _model(kind, *, tied=False, attention="sdpa", **extra):
     return model_class(config).float().eval()
 
 
-def _batch(seed=0, weights=True):
+def _batch(seed=0, head=0):
     rng = np.random.default_rng(seed)
-    prompts = [rng.integers(1, 61, n).tolist() for n in (5, 1, 9)]
+    shared = rng.integers(1, 61, head).tolist()
+    prompts = [shared + rng.integers(1, 61, n).tolist() for n in (5, 1, 9)]
     owner = [0, 0, 0, 1, 1, 2, 0]
     completions = [rng.integers(1, 61, n).tolist() for n in (4, 1, 7, 3, 3, 6, 2)]
     batch = TrainBatch.from_sequences([prompts[o] for o in owner], completions, groups=owner)
-    if weights:
-        batch.weights[:] *= rng.uniform(0.5, 1.5, len(batch.weights))
+    batch.weights[:] *= rng.uniform(0.5, 1.5, len(batch.weights))
     return batch
 
 
@@ -54,11 +54,11 @@ def _naive(model, batch):
     return out
 
 
-def _packed(model, batch, mode, *, world=1, budget=64, attention="sdpa", masked=True):
+def _packed(model, batch, mode, *, world=1, budget=64, attention="sdpa", masked=True, hidden_size=32):
     head = LMHead.of(model)
     scored = scored_tokens(batch, weighted=False)
     out = torch.zeros(len(batch.tokens))
-    for share in plan(batch, scored, mode=mode, world=world, budget=budget, hidden_size=32, masked=masked):
+    for share in plan(batch, scored, mode=mode, world=world, budget=budget, hidden_size=hidden_size, masked=masked):
         for rows in share:
             micro = render(batch, rows, scored, attention=attention if masked else "flash_attention_2")
             hidden = model.base_model(**micro.inputs, use_cache=False).last_hidden_state
@@ -84,6 +84,22 @@ def test_every_layout_equals_one_sequence_at_a_time(kind, tied, mode, world):
     want_grads = _gradients(model, (want * weights).sum())
     got = _packed(model, batch, mode, world=world)
     got_grads = _gradients(model, (got * weights).sum())
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    for name, grad in want_grads.items():
+        torch.testing.assert_close(got_grads[name], grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_prompts_that_begin_alike_share_their_beginning(attention):
+    model, batch = _model("qwen3", tied=True, attention=attention), _batch(head=12)
+    scored = scored_tokens(batch, weighted=False)
+    [[[row]]] = plan(batch, scored, mode="shared", world=1, budget=200, hidden_size=64)
+    assert {cluster.prefix for cluster in row} == {12}
+    assert len(row) == 3
+    want = _naive(model, batch)
+    want_grads = _gradients(model, want.sum())
+    got = _packed(model, batch, "shared", budget=200, attention=attention, hidden_size=64)
+    got_grads = _gradients(model, got.sum())
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     for name, grad in want_grads.items():
         torch.testing.assert_close(got_grads[name], grad, rtol=1e-4, atol=1e-5)

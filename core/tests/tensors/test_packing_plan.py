@@ -11,6 +11,8 @@ from powertrain.tensors.packing import plan, render, scored_tokens
 @st.composite
 def batches(draw):
     prompts = draw(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6), min_size=1, max_size=4))
+    head = draw(st.lists(st.integers(1, 9), max_size=5))
+    prompts = [head + prompt for prompt in prompts]
     owner = draw(st.lists(st.integers(0, len(prompts) - 1), min_size=1, max_size=9))
     completions = [draw(st.lists(st.integers(1, 9), min_size=0, max_size=7)) for _ in owner]
     batch = TrainBatch.from_sequences([prompts[o] for o in owner], completions, groups=owner)
@@ -29,7 +31,7 @@ def batches(draw):
 def test_each_scored_token_is_computed_exactly_once(batch, mode, world, budget):
     scored = scored_tokens(batch, weighted=True)
     places = []
-    for share in plan(batch, scored, mode=mode, world=world, budget=budget, hidden_size=8):
+    for share in plan(batch, scored, mode=mode, world=world, budget=budget, hidden_size=64):
         for rows in share:
             micro = render(batch, rows, scored)
             ids = micro.inputs["input_ids"]

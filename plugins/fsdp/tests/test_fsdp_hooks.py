@@ -43,7 +43,8 @@ def test_registry_finds_the_backend():
     [("127.0.0.1:1", {"GLOO_SOCKET_IFNAME": "lo"}), ("", {}), ("node7:29500", {})],
 )
 def test_loopback_ranks_talk_over_loopback(rendezvous, wanted):
-    spec = EngineSpec(backend="fsdp", role="train", model="m", place=RankSpec(rendezvous=rendezvous))
+    place = RankSpec(rendezvous=rendezvous, device="cuda")
+    spec = EngineSpec(backend="fsdp", role="train", model="m", place=place)
     assert needs.environment({}, spec) == (wanted if sys.platform == "linux" else {})
 
 

@@ -3,7 +3,8 @@
 Planning is pure and sees the whole batch, so every rank works out all ranks' shares alike. Three layouts of rows:
 
 - `shared`: a prompt once, then its completions, [prompt, completion 1, completion 2, ...], each completion with
-  positions that go on from the prompt and a mask that lets it see the prompt and itself alone;
+  positions that go on from the prompt and a mask that lets it see the prompt and itself alone; groups whose prompts
+  begin alike share a row and its beginning where that costs less;
 - `packed`: whole sequences end to end, each with its own positions and a block-diagonal mask;
 - `padded`: one sequence a row, padded on the right, where causality alone keeps padding out. Right for every decoder.
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -30,14 +31,20 @@ if TYPE_CHECKING:
 
 MODES: Final = ("auto", "shared", "packed", "padded")
 _MASKED: Final = ("sdpa", "eager")
+_HEAD: Final = -2  # cluster number of a row's shared head; -1 is padding
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Sequences computed together since their prompts are equal. tokens: fed for all of them, the prompt once."""
+    """Sequences computed together since their prompts are equal.
+
+    prefix: tokens at the head of the prompt that the whole row shares and feeds once, equal for all its clusters.
+    tokens: fed for this cluster alone, the rest of its prompt once.
+    """
 
     members: tuple[int, ...]
     tokens: int
+    prefix: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +131,12 @@ def plan(
     width = min(budget, hidden_size * 3 // 2) if masked else budget
     result = []
     for share in shares:
-        rows = _rows(share, width) if mode == "packed" else [[cluster] for cluster in share]
+        if mode == "packed":
+            rows = _rows(share, width)
+        elif mode == "shared" and not batch.model_inputs:
+            rows = _headed(batch, share, budget, hidden_size)
+        else:
+            rows = [[cluster] for cluster in share]
         result.append(_micro_batches(rows, budget, single=mode == "packed" and not masked))
     return result
 
@@ -185,6 +197,40 @@ def _rows(clusters: Iterable[Cluster], width: int) -> list[list[Cluster]]:
     return rows
 
 
+def _headed(batch: TrainBatch, clusters: list[Cluster], budget: int, hidden_size: int) -> list[list[Cluster]]:
+    """Put clusters whose prompts begin alike (a system prompt, examples) into rows that feed the beginning once.
+
+    As many to a row as cost least, by the same reckoning as in `_split`.
+    """
+    alone = [[cluster] for cluster in clusters]
+    prefix = _common(batch, clusters)
+    if prefix == 0:
+        return alone
+    own = [replace(cluster, tokens=cluster.tokens - prefix, prefix=prefix) for cluster in clusters]
+    best, least = alone, _cost(alone, hidden_size)
+    for size in range(2, len(own) + 1):
+        rows = [own[at : at + size] for at in range(0, len(own), size)]
+        cost = _cost(rows, hidden_size)
+        if cost < least and max(_length(row) for row in rows) <= budget:
+            best, least = rows, cost
+    return best
+
+
+def _common(batch: TrainBatch, clusters: list[Cluster]) -> int:
+    """Length of what all clusters' prompts begin with, at least one token of each left out; 0 for a single cluster."""
+    if len(clusters) < 2:
+        return 0
+    firsts = [(int(batch.starts[c.members[0]]), int(batch.prompt_lens[c.members[0]])) for c in clusters]
+    length = min(size for _, size in firsts) - 1
+    prompts = np.stack([batch.tokens[begin : begin + length] for begin, _ in firsts])
+    differs = np.flatnonzero((prompts != prompts[0]).any(axis=0))
+    return int(differs[0]) if len(differs) else length
+
+
+def _cost(rows: list[list[Cluster]], hidden_size: int) -> float:
+    return sum(_length(row) * (1 + _length(row) / (6 * hidden_size)) for row in rows)
+
+
 def _micro_batches(rows: list[list[Cluster]], budget: int, *, single: bool) -> list[list[list[Cluster]]]:
     """Gather rows of like length, longest first, as long as their padded size fits the budget."""
     result: list[list[list[Cluster]]] = []
@@ -199,7 +245,7 @@ def _micro_batches(rows: list[list[Cluster]], budget: int, *, single: bool) -> l
 
 
 def _length(row: Sequence[Cluster]) -> int:
-    return sum(cluster.tokens for cluster in row)
+    return row[0].prefix + sum(cluster.tokens for cluster in row)
 
 
 class _Canvas:
@@ -225,13 +271,16 @@ class _Canvas:
 def _draw(batch: TrainBatch, rows: Sequence[Sequence[Cluster]], scored: Any) -> _Canvas:
     canvas = _Canvas(len(rows), max(_length(row) for row in rows))
     for r, row in enumerate(rows):
-        column = 0
+        head = row[0].prefix
+        canvas.cluster[r, :head] = _HEAD
+        canvas.write(r, 0, int(batch.starts[row[0].members[0]]), head, 0, 0)
+        column = head
         for c, cluster in enumerate(row):
             prompt = int(batch.prompt_lens[cluster.members[0]])
             canvas.cluster[r, column : column + cluster.tokens] = c
-            canvas.write(r, column, int(batch.starts[cluster.members[0]]), prompt, 0, 0)
-            last = r * canvas.width + column + prompt - 1
-            column += prompt
+            canvas.write(r, column, int(batch.starts[cluster.members[0]]) + head, prompt - head, head, 0)
+            column += prompt - head
+            last = r * canvas.width + column - 1
             for s, i in enumerate(cluster.members):
                 first, end = int(batch.starts[i]) + prompt, int(batch.starts[i + 1])
                 canvas.write(r, column, first, end - 1 - first, prompt, s + 1)
@@ -280,7 +329,8 @@ def render(
 
 
 def _mask(cluster: Tensor, segment: Tensor) -> Tensor:
-    """Return bool [R, 1, L, L]: a token sees earlier ones of its own segment and its cluster's prompt."""
+    """Return bool [R, 1, L, L]: a token sees earlier ones of its segment, its cluster's prompt and the row's head."""
     causal = torch.ones(cluster.shape[1], cluster.shape[1], dtype=torch.bool, device=cluster.device).tril()
     near = (segment[:, :, None] == segment[:, None, :]) | (segment[:, None, :] == 0)
-    return (near & (cluster[:, :, None] == cluster[:, None, :]) & causal)[:, None]
+    own = near & (cluster[:, :, None] == cluster[:, None, :])
+    return ((own | (cluster[:, None, :] == _HEAD)) & causal)[:, None]

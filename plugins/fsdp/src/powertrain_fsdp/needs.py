@@ -6,22 +6,25 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 logger = logging.getLogger(__name__)
+_KEEP_MEMORY: Final = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 
 def environment(options: Mapping[str, Any], spec: Any) -> dict[str, str]:
     """Return the variables that a worker of this backend needs before it starts.
 
     Ranks that meet on the loopback address talk over the loopback interface; gloo would else look the host's name up,
-    which need not resolve.
+    which need not resolve. On CPU, glibc keeps freed memory instead of giving it back and
+    faulting it in again at every step (a tenth of a step's processor time where it was measured).
     """
     del options
+    if sys.platform != "linux":
+        return {}
     host = spec.place.rendezvous.rpartition(":")[0]
-    if host in {"127.0.0.1", "localhost"} and sys.platform == "linux":
-        return {"GLOO_SOCKET_IFNAME": "lo"}
-    return {}
+    needed = {"GLOO_SOCKET_IFNAME": "lo"} if host in {"127.0.0.1", "localhost"} else {}
+    return needed | (_KEEP_MEMORY if spec.place.device == "cpu" else {})
 
 
 def apply(env: Mapping[str, str]) -> None:
