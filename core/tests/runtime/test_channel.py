@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import queue
@@ -13,18 +12,17 @@ import zmq
 
 from powertrain.errors import HandshakeError, WorkerError
 from powertrain.interfaces.launcher import ProcessStatus
-from powertrain.runtime import socket as channel_module
+from powertrain.runtime import channel as channel_module
 from powertrain.runtime import wire
-from powertrain.runtime.channel import DriverChannel, refusal
-from powertrain.runtime.handles import RankFault
-from powertrain.runtime.socket import WorkerChannel
+from powertrain.runtime.channel import DriverChannel, WorkerChannel, refusal
+from powertrain.runtime.faults import RankFault
 from powertrain.specs import API_VERSION
 
 BIG = np.arange(50_000)
 
 
 def hello(name="toy-r0", api=API_VERSION):
-    return {"name": name, "rank": 0, "pid": 1, "python": "/py", "powertrain": "9.9", "api": list(api), "plugin": "p 1"}
+    return {"name": name, "pid": 1, "python": "/py", "powertrain": "9.9", "api": list(api)}
 
 
 @pytest.fixture
@@ -46,9 +44,7 @@ def join(driver):
 
     def make(greeting, **invitation):
         inbox = queue.SimpleQueue()
-        worker = WorkerChannel(
-            {**driver.invitation, **invitation}, greeting, lambda *m: inbox.put(m), lambda: inbox.put(("gone",))
-        )
+        worker = WorkerChannel({**driver.invitation, **invitation}, greeting, lambda *message: inbox.put(message))
         worker.inbox = inbox
         joined.append(worker)
         return worker
@@ -60,8 +56,8 @@ def join(driver):
 
 def test_a_worker_of_the_same_api_is_welcomed(driver, join):
     greeting = driver.expect("toy-r0", engine="toy", rank=0)
-    assert join(hello()).inbox.get(timeout=5)[0] == "welcome"
-    assert greeting.result(5)["plugin"] == "p 1"
+    join(hello())
+    assert greeting.result(5)["python"] == "/py"
 
 
 @pytest.mark.parametrize(
@@ -91,11 +87,11 @@ def test_another_api_is_refused_on_both_sides_naming_both_versions(driver, join)
 
 
 def test_a_second_worker_of_one_name_is_refused_and_the_first_stays(driver, join):
-    driver.expect("toy-r0", engine="toy", rank=0)
+    greeting = driver.expect("toy-r0", engine="toy", rank=0)
     first = join(hello())
-    assert first.inbox.get(timeout=5)[0] == "welcome"
+    greeting.result(5)
     assert "has registered already" in join(hello()).inbox.get(timeout=5)[2]
-    (future,) = driver.call(["toy-r0"], [wire.pack(["m", []], prefix=None)])
+    (future,) = driver.call(["toy-r0"], [wire.pack(["m", []])])
     assert first.inbox.get(timeout=5)[0] == "call"
     assert not future.done()
 
@@ -114,7 +110,7 @@ def test_a_wrong_token_is_ignored_and_logged(driver, join, caplog):
 
 
 def test_garbage_neither_stops_the_channel_nor_registers(driver, join):
-    driver.expect("toy-r0", engine="toy", rank=0)
+    greeting = driver.expect("toy-r0", engine="toy", rank=0)
     raw = zmq.Context.instance().socket(zmq.DEALER)
     raw.connect(driver.invitation["address"])
     token = driver.invitation["token"].encode()
@@ -126,14 +122,15 @@ def test_garbage_neither_stops_the_channel_nor_registers(driver, join):
     ):
         raw.send_multipart(frames)
     raw.close(linger=1000)
-    assert join(hello()).inbox.get(timeout=5)[0] == "welcome"
+    join(hello())
+    assert greeting.result(5) == hello()
 
 
 @pytest.fixture
 def pair(driver, join):
-    driver.expect("toy-r0", engine="toy", rank=0)
+    greeting = driver.expect("toy-r0", engine="toy", rank=0)
     worker = join(hello())
-    assert worker.inbox.get(timeout=5)[0] == "welcome"
+    greeting.result(5)
     return driver, worker
 
 
@@ -142,9 +139,8 @@ def test_large_arrays_go_by_segments_both_ways_and_none_is_left(pair, segments):
     (future,) = driver.call(["toy-r0"], [wire.pack(["m", [BIG]], prefix=driver.prefix)])
     _, number, (_, (found,)) = worker.inbox.get(timeout=5)
     assert len(segments()) == 1
-    worker.answer(number, wire.pack(found + 1, prefix=worker.prefix))
+    worker.send("answer", number, wire.pack(found + 1, prefix=driver.prefix))
     np.testing.assert_array_equal(future.result(5), BIG + 1)
-    worker.close()
     assert segments() == []
 
 
@@ -155,26 +151,26 @@ def test_a_segment_is_kept_until_a_cancelled_call_was_answered(pair, segments):
     future.cancel()
     assert worker.inbox.get(timeout=5) == ("cancel", number, None)
     assert len(segments()) == 1
-    worker.answer(number, wire.pack({"type": "CancelledError"}, prefix=None), kind="fault")
-    (second,) = driver.call(["toy-r0"], [wire.pack(["n", []], prefix=None)])
+    worker.send("fault", number, wire.pack({"type": "CancelledError", "message": ""}))
+    (second,) = driver.call(["toy-r0"], [wire.pack(["n", []])])
     number = worker.inbox.get(timeout=5)[1]
-    worker.answer(number, wire.pack(1, prefix=None))
+    worker.send("answer", number, wire.pack(1))
     assert second.result(5) == 1
     assert segments() == []
 
 
 def test_a_fault_arrives_as_plain_data(pair):
     driver, worker = pair
-    (future,) = driver.call(["toy-r0"], [wire.pack(["m", []], prefix=None)])
-    worker.answer(worker.inbox.get(timeout=5)[1], wire.pack({"message": "no"}, prefix=None), kind="fault")
+    (future,) = driver.call(["toy-r0"], [wire.pack(["m", []])])
+    worker.send("fault", worker.inbox.get(timeout=5)[1], wire.pack({"message": "no"}))
     with pytest.raises(RankFault, match="no"):
         future.result(5)
 
 
 def test_an_answer_that_cannot_be_read_fails_the_call(pair):
     driver, worker = pair
-    (future,) = driver.call(["toy-r0"], [wire.pack(["m", []], prefix=None)])
-    worker.answer(worker.inbox.get(timeout=5)[1], wire.Packet(b"\xc1"))
+    (future,) = driver.call(["toy-r0"], [wire.pack(["m", []])])
+    worker.send("answer", worker.inbox.get(timeout=5)[1], [b"\xc1", b"", b""])
     with pytest.raises(WorkerError, match="toy rank 0 sent an answer that cannot be read"):
         future.result(5)
 
@@ -186,7 +182,7 @@ def test_a_process_that_ended_fails_its_calls_and_later_ones(pair, statuses, seg
     statuses.append(ProcessStatus(name="toy-r0", pid=77, code=3, log="/logs/toy-r0.log", tail="it broke"))
     with pytest.raises(WorkerError, match=r"(?s)toy rank 0 \(process 77\) ended with exit code 3.*it broke"):
         future.result(5)
-    (later,) = driver.call(["toy-r0"], [wire.pack(["m", []], prefix=None)])
+    (later,) = driver.call(["toy-r0"], [wire.pack(["m", []])])
     with pytest.raises(WorkerError, match="exit code 3"):
         later.result(5)
     assert segments() == []
@@ -199,7 +195,7 @@ def test_closing_fails_what_is_outstanding_and_sweeps(pair, segments):
     driver.close()
     with pytest.raises(WorkerError, match="toy rank 0 cannot answer: the driver has been closed"):
         future.result(5)
-    (later,) = driver.call(["toy-r0"], [wire.pack(["m", []], prefix=None)])
+    (later,) = driver.call(["toy-r0"], [wire.pack(["m", []])])
     with pytest.raises(WorkerError, match="toy rank 0 cannot answer: the driver has been closed"):
         later.result(5)
     assert segments() == []
@@ -207,24 +203,28 @@ def test_closing_fails_what_is_outstanding_and_sweeps(pair, segments):
 
 def test_a_worker_learns_that_its_driver_is_silent(pair, monkeypatch):
     _, worker = pair
-    monkeypatch.setattr(channel_module, "GONE", 0.0)
-    assert worker.inbox.get(timeout=5) == ("gone",)
+    monkeypatch.setattr(channel_module, "GONE", 0)
+    assert worker.inbox.get(timeout=5) == ("gone", 0, None)
 
 
-def test_both_ends_beat(pair, monkeypatch):
+def test_both_ends_beat(monkeypatch, pair):
     driver, worker = pair
-    monkeypatch.setattr(channel_module, "BEAT", 0.01)
-    heard, driver_heard = driver._peers["toy-r0"].heard, worker._driver_heard
-    deadline = asyncio.new_event_loop()
-    try:
-        for _ in range(100):
-            if driver._peers["toy-r0"].heard > heard and worker._driver_heard > driver_heard:
-                break
-            deadline.run_until_complete(asyncio.sleep(0.02))
-    finally:
-        deadline.close()
-    assert driver._peers["toy-r0"].heard > heard
-    assert worker._driver_heard > driver_heard
+    monkeypatch.setattr(channel_module, "BEAT", 1)
+    monkeypatch.setattr(channel_module, "TICK", 0.01)
+    beats = queue.SimpleQueue()
+    for end in (driver, worker):
+        received = end._received
+
+        def listen(sender, kind, *rest, received=received, end=end):
+            received(sender, kind, *rest)
+            if kind == "beat":
+                beats.put(end)
+
+        monkeypatch.setattr(end, "_received", listen)
+    heard = {beats.get(timeout=5)}
+    while len(heard) < 2:
+        heard.add(beats.get(timeout=5))
+    assert driver.silence("toy-r0") < 5
 
 
 def test_the_invitation_is_plain_text_for_the_environment(driver):

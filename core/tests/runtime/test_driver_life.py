@@ -161,7 +161,7 @@ def test_a_part_on_another_card_cannot_live_inline(make_driver):
     ],
 )
 def test_engines_of_one_rank_live_inline_unless_told_otherwise(make_driver, text, inline, expected):
-    assert [plan.inline for plan in make_driver(text, inline=inline)._plans] == [expected]
+    assert [plan.inline for plan in make_driver(text, inline=inline).plans] == [expected]
 
 
 def test_more_cards_than_visible_are_refused_with_both_numbers(make_driver, monkeypatch):
@@ -184,7 +184,8 @@ async def test_the_transfer_is_the_lowest_rank_that_reaches(make_driver):
 def test_a_transfer_that_does_not_reach_is_refused(make_driver, monkeypatch):
     monkeypatch.setattr("powertrain_toy.hooks.REACH", ("process",), raising=True)
     with pytest.raises(
-        ConfigError, match="'toycopy' reaches within process, but from 'toytrain' to 'toyinfer' it takes"
+        ConfigError,
+        match="no transfer fits: 'toycopy' reaches within process, but from 'toytrain' to 'toyinfer' it takes",
     ):
         make_driver("toytrain:d2+toyinfer:d1", transfer="toycopy")
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from powertrain.env import build_environment
-from powertrain.run.context import engine_specs, make_driver
-from powertrain.runtime.placement import plan_engines
-
-if TYPE_CHECKING:
-    from powertrain.registry import Registry
-    from powertrain.run.config import RunConfig
+from powertrain.registry import Registry
+from powertrain.run.config import RunConfig
+from powertrain.run.context import make_driver
 
 
 def describe(config: RunConfig, registry: Registry) -> str:
@@ -21,12 +17,12 @@ def describe(config: RunConfig, registry: Registry) -> str:
     """
     driver = make_driver(config, registry=registry, run_dir="", model=config["model"])
     lines = ["# placement"]
-    for plan in driver._plans:
+    for plan in driver.plans:
         for spec, slot in zip(plan.specs, plan.slots, strict=True):
             card = f"card {slot}" if spec.place.device == "cuda" else f"slot {slot} (cpu)"
             where = "in the driver's process" if plan.inline else f"worker {plan.workers[spec.place.rank]}"
             lines.append(f"#   {plan.name} ({spec.backend}, {spec.role}) rank {spec.place.rank}: {card}, {where}")
-    lines += [f"#   weights {train} -> {infer}: {spec.name}" for (train, infer), spec in driver._picked.items()]
+    lines += [f"#   weights {train} -> {infer}: {spec.name}" for (train, infer), spec in driver.picked.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -35,10 +31,7 @@ def inline_environment(config: RunConfig, registry: Registry, environ: Mapping[s
 
     environ: what it has now. The process counts as one rank, since its engines take turns; each worker as another.
     """
-    specs = engine_specs(config, config["model"])
-    plans, _ = plan_engines(
-        config.layout, specs, registry=registry, inline=config["inline"], head_mismatch=config["head_mismatch"]
-    )
+    plans = make_driver(config, registry=registry, run_dir="", model=config["model"]).plans
     inline = [plan for plan in plans if plan.inline]
     if not inline:
         return None

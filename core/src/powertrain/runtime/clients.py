@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final
 
 from powertrain.errors import StateError
 
@@ -18,78 +17,78 @@ if TYPE_CHECKING:
         StepResult,
         TrainBatch,
     )
-    from powertrain.runtime.handles import Handle, LoopThread
+    from powertrain.runtime.handles import Handle
     from powertrain.weights import Manifest
+
+TIMEOUTS: Final[Mapping[str, float]] = {"start": 600.0, "step": 1800.0, "generate": 1800.0, "update": 300.0}
+"""Seconds: start of all engines; a training step, save or export; a request; each step of an update and all else."""
 
 
 class TrainClient:
     """A training engine, all its ranks, as coroutines; contracts and errors are `TrainEngine`'s and `Handle.call`'s.
 
-    step_deadline: seconds for a step, log-probs, save, load and export. deadline: seconds for everything else.
+    timeouts: as `TIMEOUTS`; "step" for a step, log-probs, save, load and export, "update" for everything else.
     """
 
-    def __init__(self, handle: Handle, *, step_deadline: float = 1800.0, deadline: float = 300.0) -> None:
+    def __init__(self, handle: Handle, timeouts: Mapping[str, float] = TIMEOUTS) -> None:
         self.handle = handle
         self.name = handle.name
-        self._step = step_deadline
-        self._deadline = deadline
+        self._timeouts = timeouts
 
     async def train_step(self, batch: TrainBatch, loss: LossSpec) -> StepResult:
         """Take one optimizer step; every rank gets the whole batch."""
-        return await self._first("train_step", batch, loss, deadline=self._step)  # type: ignore[no-any-return]
+        return (await self._every("train_step", batch, loss))[0]  # type: ignore[no-any-return]
 
     async def logprobs(self, batch: TrainBatch, temperature: float = 1.0) -> FloatArray:
         """Return float32 [N], the log-probability of each scored token under the current weights, 0 elsewhere."""
-        return await self._first("logprobs", batch, temperature, deadline=self._step)  # type: ignore[no-any-return]
+        return (await self._every("logprobs", batch, temperature))[0]  # type: ignore[no-any-return]
 
     async def save(self, folder: str) -> None:
         """Write the resumable state into an empty folder."""
-        await self._first("save", folder, deadline=self._step)
+        await self._every("save", folder)
 
     async def load(self, folder: str) -> None:
         """Take the state that `save` wrote."""
-        await self._first("load", folder, deadline=self._step)
+        await self._every("load", folder)
 
     async def export(self, folder: str) -> None:
         """Write an HF-format model or a PEFT adapter into a folder."""
-        await self._first("export", folder, deadline=self._step)
+        await self._every("export", folder)
 
     async def offload(self) -> None:
         """Move all state off the device."""
-        await self._first("offload", deadline=self._deadline)
+        await self._every("offload", limit="update")
 
     async def onload(self) -> None:
         """Undo `offload`."""
-        await self._first("onload", deadline=self._deadline)
+        await self._every("onload", limit="update")
 
     async def manifests(self) -> list[Manifest]:
         """Return every rank's manifest of its weights, in rank order."""
-        return await self.handle.call("weights.manifest", deadline=self._deadline)
+        return await self._every("weights.manifest", limit="update")
 
     async def health(self) -> list[Mapping[str, Any]]:
         """Return every rank's plain facts, in rank order."""
-        return await self.handle.call("health", deadline=self._deadline)
+        return await self._every("health", limit="update")
 
     async def close(self) -> None:
         """Close the engine on every rank; the driver's `close` does it too."""
-        await self.handle.call("close", deadline=self._deadline)
+        await self._every("close", limit="update")
 
-    async def _first(self, method: str, *args: Any, deadline: float) -> Any:
-        return (await self.handle.call(method, *args, deadline=deadline))[0]
+    async def _every(self, method: str, *args: Any, limit: str = "step") -> list[Any]:
+        return await self.handle.call(method, *args, deadline=self._timeouts[limit])
 
 
 class InferPool:
     """The engines of one inference part, all alike. Requests are spread over them; every other call goes to all.
 
-    deadline: seconds for a request, waiting in a paused engine included. control_deadline: seconds for all else.
+    timeouts: as `TIMEOUTS`; "generate" for a request, waiting in a paused engine included, and "update" for all else.
     A request to an engine that died raises `WorkerError`. The answers of rank 0 count.
     """
 
-    def __init__(self, handles: Sequence[Handle], *, deadline: float = 1800.0, control_deadline: float = 300.0) -> None:
-        assert handles, "a pool has at least one engine"
+    def __init__(self, handles: Sequence[Handle], timeouts: Mapping[str, float] = TIMEOUTS) -> None:
         self.handles = tuple(handles)
-        self._deadline = deadline
-        self._control = control_deadline
+        self._timeouts = timeouts
         self._load = [0] * len(self.handles)
 
     @property
@@ -104,12 +103,7 @@ class InferPool:
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Answer one request by the engine that has the fewest in flight; cancelling aborts it."""
         index = min(range(len(self.handles)), key=self._load.__getitem__)
-        self._load[index] += 1
-        try:
-            answers = await self.handles[index].call("generate", request, deadline=self._deadline)
-        finally:
-            self._load[index] -= 1
-        return answers[0]  # type: ignore[no-any-return]
+        return await self._ask(index, "generate", request, weight=1)  # type: ignore[no-any-return]
 
     async def generate_batch(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         """Answer several requests, in their order. Request i goes to engine i % n, each share as one batch.
@@ -118,16 +112,9 @@ class InferPool:
         shares are cancelled and the error is raised.
         """
         n = len(self.handles)
-        shares = [list(requests[i::n]) for i in range(n)]
-
-        async def answer(i: int) -> list[GenerateResult]:
-            self._load[i] += len(shares[i])
-            try:
-                return (await self.handles[i].call("generate_batch", shares[i], deadline=self._deadline))[0]  # type: ignore[no-any-return]
-            finally:
-                self._load[i] -= len(shares[i])
-
-        parts = await all_or_none([answer(i) for i in range(n) if shares[i]])
+        shares = [list(requests[i::n]) for i in range(min(n, len(requests)))]
+        asked = [self._ask(i, "generate_batch", share, weight=len(share)) for i, share in enumerate(shares)]
+        parts = await all_or_none(asked)
         return [parts[i % n][i // n] for i in range(len(requests))]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -136,7 +123,7 @@ class InferPool:
 
     async def pause(self, mode: str = "wait") -> None:
         """Pause every engine; see `InferEngine.pause`."""
-        await self._every("pause", mode, deadline=self._deadline)
+        await self._every("pause", mode, limit="generate")
 
     async def resume(self, version: str | None = None) -> None:
         """Let every engine take requests again, with the version that its weights now carry."""
@@ -170,12 +157,17 @@ class InferPool:
         """Close every engine; the driver's `close` does it too."""
         await self._every("close")
 
-    async def _every(self, method: str, *args: Any, deadline: float | None = None) -> list[list[Any]]:
+    async def _ask(self, index: int, method: str, request: Any, *, weight: int) -> Any:
+        self._load[index] += weight
+        try:
+            return (await self.handles[index].call(method, request, deadline=self._timeouts["generate"]))[0]
+        finally:
+            self._load[index] -= weight
+
+    async def _every(self, method: str, *args: Any, limit: str = "update") -> list[list[Any]]:
         """Call all engines, wait for all, then raise the first error: none is left half way behind the caller."""
-        limit = self._control if deadline is None else deadline
-        answers = await asyncio.gather(
-            *(handle.call(method, *args, deadline=limit) for handle in self.handles), return_exceptions=True
-        )
+        calls = [handle.call(method, *args, deadline=self._timeouts[limit]) for handle in self.handles]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
@@ -192,41 +184,3 @@ async def all_or_none(work: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
-
-
-class Blocking:
-    """The same client for callers without an event loop: every coroutine method blocks until its answer is there.
-
-    `with` closes the engine and everything that was started for it.
-    """
-
-    def __init__(self, client: TrainClient | InferPool, thread: LoopThread, close: Any) -> None:
-        self._client = client
-        self._thread = thread
-        self._close = close
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._client, name)
-        if not asyncio.iscoroutinefunction(found):
-            return found
-
-        def blocking(*args: Any, **kwargs: Any) -> Any:
-            future = self._thread.submit(found(*args, **kwargs))
-            try:
-                return future.result()
-            except BaseException:
-                future.cancel()
-                raise
-
-        blocking.__doc__ = found.__doc__
-        return blocking
-
-    def close(self) -> None:
-        """Close the engine, its workers and all else; may be called twice."""
-        self._close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()

@@ -13,32 +13,28 @@ import time
 from collections.abc import Awaitable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self, cast
+from typing import TYPE_CHECKING, Any, Final, Self
 
-from powertrain.errors import ConfigError, DeadlineError, HandshakeError, PowertrainError, StateError
+from powertrain.errors import ConfigError, DeadlineError, PowertrainError, StateError
 from powertrain.interfaces.launcher import ProcessSpec
-from powertrain.launch.ports import free_port
 from powertrain.options import resolve
-from powertrain.runtime.clients import InferPool, TrainClient, all_or_none
-from powertrain.runtime.handles import Handle, InlineHandle
+from powertrain.runtime.clients import TIMEOUTS, InferPool, TrainClient, all_or_none
+from powertrain.runtime.handles import Handle, InlineHandle, WorkerHandle
 from powertrain.runtime.host import CLOSE_SECONDS
-from powertrain.runtime.placement import EnginePlan, asked_of, environments, plan_engines, visible_for
+from powertrain.runtime.placement import EnginePlan, pick_transfer, plan_engines, visible_for
 
 if TYPE_CHECKING:
     from powertrain.interfaces.build import EngineSpec
     from powertrain.interfaces.launcher import Launcher
     from powertrain.interfaces.transfer import Transfer
-    from powertrain.layout import Layout, Pair
+    from powertrain.layout import Layout
     from powertrain.registry import Registry
     from powertrain.runtime.channel import DriverChannel
-    from powertrain.specs import TransferSpec
     from powertrain.weights import TransferReport, WeightVersion
 
 _LOG: Final = logging.getLogger("powertrain.driver")
 FAILED_GRACE: Final = 1.0
 """Seconds that workers get to end by themselves after a failure, when one of them may be stuck."""
-TIMEOUTS: Final[Mapping[str, float]] = {"start": 600.0, "step": 1800.0, "generate": 1800.0, "update": 300.0}
-"""Seconds: start of all engines; a training step, save or export; a request; each step of an update and all else."""
 
 
 class Driver:
@@ -47,11 +43,12 @@ class Driver:
     specs: for each part's label the `EngineSpec` that its ranks share (see `powertrain.runtime.placement`); its
     `place.device` says what the cards are. inline: "auto" or "never". head_mismatch: "refuse" or "allow". launcher,
     launcher_options: what starts workers. transfer: for pairs that name none with `via`; None picks by reach and rank.
-    transfer_options: transfer -> its options. env: variables of every process, which always win; inherited: None
-    takes this process's environment as the base, `{}` none. timeouts: as `TIMEOUTS`. run_dir: gets `logs/`.
+    transfer_options: transfer -> its options. env: variables of every process, which always win. timeouts: as
+    `powertrain.runtime.clients.TIMEOUTS`. run_dir: gets `logs/`.
 
-    Everything that can be refused is refused here, before anything starts. After `start`: `train` and `infer` hold
-    the clients by part label, `handles` every engine by its name. `heads_agree` is False where a mismatch was allowed.
+    Everything that can be refused is refused here, before anything starts. `plans` says where every rank will go,
+    `picked` each pair's transfer. After `start`: `train` and `infer` hold the clients by part label, `handles` every
+    engine by its name. `heads_agree` is False where a mismatch was allowed.
     """
 
     def __init__(
@@ -68,24 +65,26 @@ class Driver:
         transfer: str | None = None,
         transfer_options: Mapping[str, Mapping[str, Any]] | None = None,
         env: Mapping[str, str] | None = None,
-        inherited: Mapping[str, str] | None = None,
         timeouts: Mapping[str, float] | None = None,
     ) -> None:
         self.layout = layout
+        self.plans, self.heads_agree = plan_engines(
+            layout, specs, registry=registry, inline=inline, head_mismatch=head_mismatch
+        )
+        self.picked = {
+            (pair.train.label, pair.infer.label): pick_transfer(pair, self.plans, transfer, registry)
+            for pair in layout.pairs
+        }
+        self.timeouts = {**TIMEOUTS, **(timeouts or {})}
         self.handles: dict[str, Handle] = {}
         self.train: dict[str, TrainClient] = {}
         self.infer: dict[str, InferPool] = {}
-        self.timeouts = {**TIMEOUTS, **(timeouts or {})}
+        self._visible = visible_for(layout, self.plans)
         self._registry = registry
-        self._run_dir = Path(run_dir)
-        self._launcher_name, self._launcher_options = launcher, dict(launcher_options or {})
-        self._transfer_name, self._transfer_options = transfer, dict(transfer_options or {})
-        self._env, self._inherited = env, inherited
-        self._plans, self.heads_agree = plan_engines(
-            layout, specs, registry=registry, inline=inline, head_mismatch=head_mismatch
-        )
-        self._visible = visible_for(layout, self._plans)
-        self._picked = {(pair.train.label, pair.infer.label): self._pick(pair) for pair in layout.pairs}
+        self._logs = Path(run_dir) / "logs"
+        self._launcher_choice = launcher, launcher_options or {}
+        self._transfer_options = transfer_options or {}
+        self._env = env
         self._transfers: dict[tuple[str, str], Transfer] = {}
         self._pushing: dict[str, asyncio.Lock] = {}
         self._ending = threading.Lock()
@@ -122,16 +121,14 @@ class Driver:
             await asyncio.shield(self._close())
 
     def transfer(self, train: str, infer: str) -> Transfer:
-        """Return the pair's transfer, made on first use: the one named by `via`, else the one the run names, else the
-        lowest rank among installed transfers that reach from one part to the other.
-        """
+        """Return the pair's transfer, made on first use; `picked` says which."""
         key = (train, infer)
-        if key not in self._picked:
-            pairs = ", ".join(f"{a} -> {b}" for a, b in self._picked) or "none"
+        if key not in self.picked:
+            pairs = ", ".join(f"{a} -> {b}" for a, b in self.picked) or "none"
             message = f"no weights go from {train!r} to {infer!r}; the layout's pairs are: {pairs}"
             raise ConfigError(message)
         if key not in self._transfers:
-            spec = self._picked[key]
+            spec = self.picked[key]
             options = resolve(spec.options, self._transfer_options.get(spec.name, {}), where=f"transfer {spec.name}")
             made: Transfer = self._registry.load_class(spec)(spec.name, options)
             made.source, made.sinks = self.train[train].handle, self.infer[infer].handles
@@ -163,127 +160,75 @@ class Driver:
         await self.close()
 
     async def _start(self, end: float) -> None:
-        plans = [plan if plan.inline else plan.at(free_port()) for plan in self._plans]
-        envs = {
-            plan.name: environments(
-                plan,
-                visible=self._visible,
-                ranks_on_host=self.layout.cards,
-                user=self._env,
-                inherited=self._inherited,
-            )
-            for plan in plans
-        }
-        apart = [plan for plan in plans if not plan.inline]
+        placed = []
+        for plan in self.plans:
+            plan = plan.placed()
+            envs = plan.environments(visible=self._visible, ranks_on_host=self.layout.cards, user=self._env)
+            placed.append((plan, [env for env, _ in envs], [asked for _, asked in envs]))
+        apart = [(plan, envs) for plan, envs, _ in placed if not plan.inline]
         if apart:
-            await self._start_workers(apart, envs, end)
-        for plan in plans:
-            self.handles[plan.name] = self._handle(plan)
+            await self._start_workers(apart, end)
         self._make_clients()
 
-        async def open_inline() -> None:
-            for plan in plans:
-                if plan.inline:
-                    await self._open(plan, envs, end)
+        async def open_engines(*, inline: bool, name: str = "") -> None:
+            for plan, _, asked in placed:
+                if plan.inline == inline and name in {"", plan.name}:
+                    await self.handles[plan.name].open(plan.specs, asked, deadline=max(0.0, end - time.monotonic()))
 
-        await all_or_none([open_inline(), *(self._open(plan, envs, end) for plan in apart)])
-
-    async def _open(self, plan: EnginePlan, envs: Mapping[str, list[dict[str, str]]], end: float) -> None:
-        asked = [asked_of(plan, env, self._env) for env in envs[plan.name]]
-        await self.handles[plan.name].open(plan.specs, asked, deadline=max(0.0, end - time.monotonic()))
-
-    def _handle(self, plan: EnginePlan) -> Handle:
-        if plan.inline:
-            return InlineHandle(plan.name, plan.part.role, self._registry)
-        from powertrain.runtime.handles import WorkerHandle
-
-        assert self._channel is not None
-        return WorkerHandle(plan.name, plan.part.role, self._channel, plan.workers)
+        workers = [open_engines(inline=False, name=plan.name) for plan, _ in apart]
+        await all_or_none([open_engines(inline=True), *workers])
 
     def _make_clients(self) -> None:
-        for part in self.layout.parts:
-            handles = [self.handles[plan.name] for plan in self._plans if plan.part.label == part.label]
-            if part.role == "train":
-                self.train[part.label] = TrainClient(
-                    handles[0], step_deadline=self.timeouts["step"], deadline=self.timeouts["update"]
-                )
+        for plan in self.plans:
+            if plan.inline:
+                self.handles[plan.name] = InlineHandle(plan.name, plan.part.role, self._registry)
             else:
-                self.infer[part.label] = InferPool(
-                    handles, deadline=self.timeouts["generate"], control_deadline=self.timeouts["update"]
-                )
+                assert self._channel is not None
+                self.handles[plan.name] = WorkerHandle(plan.name, plan.part.role, self._channel, plan.workers)
+        for part in self.layout.parts:
+            handles = [self.handles[plan.name] for plan in self.plans if plan.part.label == part.label]
+            if part.role == "train":
+                self.train[part.label] = TrainClient(handles[0], self.timeouts)
+            else:
+                self.infer[part.label] = InferPool(handles, self.timeouts)
 
-    async def _start_workers(
-        self, plans: list[EnginePlan], envs: Mapping[str, list[dict[str, str]]], end: float
-    ) -> None:
+    async def _start_workers(self, plans: list[tuple[EnginePlan, list[dict[str, str]]]], end: float) -> None:
         """Start all workers and wait until they have registered; one that dies is told with the end of its log."""
         from powertrain.runtime.channel import DriverChannel
 
-        spec = self._registry.launcher(self._launcher_name)
-        options = resolve(spec.options, self._launcher_options, where=f"launcher {spec.name}")
-        launcher: Launcher = self._registry.load_class(spec)(options, logs=str(self._run_dir / "logs"))
+        name, given = self._launcher_choice
+        spec = self._registry.launcher(name)
+        options = resolve(spec.options, given, where=f"launcher {spec.name}")
+        launcher: Launcher = self._registry.load_class(spec)(options, logs=str(self._logs))
         self._launcher = launcher
         channel = self._channel = DriverChannel(launcher.status)
         atexit.register(self._end_workers)
-        greetings: dict[str, Any] = {}
+        greetings: dict[str, asyncio.Future[Any]] = {}
         processes = []
-        for plan in plans:
-            for rank, name in enumerate(plan.workers):
+        for plan, envs in plans:
+            for rank, (name, env) in enumerate(zip(plan.workers, envs, strict=True)):
                 greetings[name] = asyncio.wrap_future(channel.expect(name, engine=plan.name, rank=rank))
-                config = {**channel.invitation, "name": name, "rank": rank, "role": plan.part.role}
-                config["backend"] = plan.part.backend
-                processes.append(
-                    ProcessSpec(
-                        name=name,
-                        argv=(plan.python, "-m", "powertrain.runtime.worker"),
-                        env={**envs[plan.name][rank], "POWERTRAIN_WORKER": json.dumps(config)},
-                        cwd=str(Path.cwd()),
-                    )
-                )
+                config = json.dumps({**channel.invitation, "name": name})
+                argv = (plan.python, "-m", "powertrain.runtime.worker")
+                env["POWERTRAIN_WORKER"] = config
+                processes.append(ProcessSpec(name=name, argv=argv, env=env, cwd=str(Path.cwd())))
         await asyncio.to_thread(launcher.start, processes)
-        _, silent = await asyncio.wait(
-            greetings.values(), timeout=max(0.0, end - time.monotonic()), return_when=asyncio.FIRST_EXCEPTION
-        )
-        for waiter in greetings.values():
-            if waiter.done() and waiter.exception():
-                await waiter
-        if silent:
-            late = [name for name, waiter in greetings.items() if waiter in silent]
-            message = (
-                f"{', '.join(late)} did not register within {self.timeouts['start']:g} s; see {self._run_dir / 'logs'}"
+        try:
+            async with asyncio.timeout(end - time.monotonic()):
+                await asyncio.gather(*greetings.values())
+        except TimeoutError as exc:
+            late, seconds = (
+                ", ".join(name for name, one in greetings.items() if one.cancelled()),
+                self.timeouts["start"],
             )
-            raise DeadlineError(message, who=", ".join(late), what="start", seconds=self.timeouts["start"])
-        for plan in plans:
-            _check_alike(plan, [await greetings[name] for name in plan.workers])
-
-    def _pick(self, pair: Pair) -> TransferSpec:
-        """Choose a pair's transfer. All workers of this release are on the driver's host."""
-        plans = [plan for plan in self._plans if plan.part.label in {pair.train.label, pair.infer.label}]
-        reach = {"host", "network"}
-        reach |= {"process"} if all(plan.inline for plan in plans) else set()
-        reach |= {"device"} if pair.colocated and plans[0].specs[0].place.device == "cuda" else set()
-        name = pair.via or self._transfer_name
-        between = f"from {pair.train.label!r} to {pair.infer.label!r}"
-        if name is not None:
-            spec = self._registry.transfer(name)
-            if not reach & set(spec.reach):
-                message = (
-                    f"transfer {name!r} reaches within {'/'.join(spec.reach)}, but {between} it takes one of "
-                    f"{', '.join(sorted(reach))}; name another, or none"
-                )
-                raise ConfigError(message)
-            return spec
-        found = cast("Mapping[str, TransferSpec]", self._registry.specs("transfer"))
-        fitting = [spec for spec in found.values() if reach & set(spec.reach)]
-        if not fitting:
-            message = f"no installed transfer reaches {between}; there are: {', '.join(found) or 'none'}"
-            raise ConfigError(message)
-        return min(fitting, key=lambda spec: (spec.rank, spec.name))
+            message = f"{late} did not register within {seconds:g} s; see {self._logs}"
+            raise DeadlineError(message, who=late, what="start", seconds=seconds) from exc
 
     async def _close(self) -> None:
         async with contextlib.AsyncExitStack() as stack:  # last in, first out; each runs whatever the others do
             stack.push_async_callback(asyncio.to_thread, self._end_workers)
             for handle in self.handles.values():
-                if handle.inline:
+                if isinstance(handle, InlineHandle):
                     stack.callback(handle.stop)
                     limit = FAILED_GRACE if handle.failed else CLOSE_SECONDS
                     stack.push_async_callback(_tolerant, handle.call("close", deadline=limit), f"engine {handle.name}")
@@ -314,12 +259,3 @@ async def _tolerant(closing: Awaitable[Any], what: str) -> None:
         await closing
     except (PowertrainError, OSError) as exc:
         _LOG.warning("closing %s: %s", what, exc)
-
-
-def _check_alike(plan: EnginePlan, greetings: list[Mapping[str, Any]]) -> None:
-    """Raise HandshakeError unless all ranks of an engine have the same plugin and version."""
-    found = {name: str(greeting["plugin"]) for name, greeting in zip(plan.workers, greetings, strict=True)}
-    if len(set(found.values())) > 1:
-        told = ", ".join(f"{name} has {plugin}" for name, plugin in found.items())
-        message = f"the ranks of {plan.name} run different plugins: {told}"
-        raise HandshakeError(message, worker=plan.name)

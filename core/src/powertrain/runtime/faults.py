@@ -10,21 +10,25 @@ from typing import Any
 from powertrain import errors
 from powertrain.errors import PowertrainError, WorkerError
 
-_PLAIN = (str, int, float, bool, type(None))
+_PLAIN = (str, int, float, bool, tuple, type(None))
+
+
+class RankFault(Exception):
+    """What a rank's engine raised, as `told` tells it."""
+
+    def __init__(self, fault: dict[str, Any]) -> None:
+        super().__init__(fault["message"])
+        self.fault = fault
 
 
 def told(exc: BaseException) -> dict[str, Any]:
-    """Return an error as plain data: class name, message, traceback, and those attributes that are plain."""
-    kept = {
-        name: value
-        for name, value in vars(exc).items()
-        if isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(item, _PLAIN) for item in value))
-    }
+    """Return an error as plain data: class name, message, traceback, and the plain attributes of our own errors."""
+    kept = vars(exc) if isinstance(exc, PowertrainError) else {}
     return {
         "type": type(exc).__name__,
         "message": str(exc),
         "traceback": "".join(traceback.format_exception(exc))[-20_000:],
-        "attributes": kept if isinstance(exc, PowertrainError) else {},
+        "attributes": {name: value for name, value in kept.items() if isinstance(value, _PLAIN)},
     }
 
 
@@ -34,17 +38,15 @@ def rebuilt(fault: dict[str, Any], *, engine: str, rank: int) -> PowertrainError
     Classes of `powertrain.errors` come back as themselves; every other one as a `WorkerError` with `remote_type` and
     `remote_traceback`. The message begins with engine and rank.
     """
-    kind = getattr(errors, str(fault["type"]), None)
+    where, name, remote = f"{engine} rank {rank}", str(fault["type"]), fault["traceback"]
+    kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, PowertrainError):
-        found = kind.__new__(kind, f"{engine} rank {rank}: {fault['message']}")
-        vars(found).update(fault["attributes"])
-        found.add_note(f"from {engine} rank {rank}:\n{fault['traceback']}")
-        return found
-    message = f"{engine} rank {rank}: {fault['type']}: {fault['message']}"
-    error = WorkerError(
-        message, worker=engine, rank=rank, remote_type=fault["type"], remote_traceback=fault["traceback"]
-    )
-    error.add_note(f"from {engine} rank {rank}:\n{fault['traceback']}")
+        error = kind.__new__(kind, f"{where}: {fault['message']}")
+        vars(error).update(fault["attributes"])
+    else:
+        message = f"{where}: {name}: {fault['message']}"
+        error = WorkerError(message, worker=engine, rank=rank, remote_type=name, remote_traceback=remote)
+    error.add_note(f"from {where}:\n{remote}")
     return error
 
 

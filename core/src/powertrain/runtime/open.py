@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from powertrain.errors import ConfigError
 from powertrain.interfaces.build import EngineSpec, RankSpec
-from powertrain.runtime.clients import Blocking
 
 if TYPE_CHECKING:
     from powertrain.registry import Registry
-    from powertrain.runtime.driver import Driver
+    from powertrain.runtime.threads import LoopThread
 
 
 def open_engine(
@@ -43,7 +44,8 @@ def open_engine(
     from powertrain.devices import resolve_device
     from powertrain.layout import parse_layout
     from powertrain.registry import Registry as _Registry
-    from powertrain.runtime.driver import Driver as _Driver
+    from powertrain.runtime.driver import Driver
+    from powertrain.runtime.threads import LoopThread as _LoopThread
 
     registry = registry or _Registry()
     layout = parse_layout(engine, registry=registry)
@@ -51,47 +53,64 @@ def open_engine(
         message = f"{engine!r} has {len(layout.parts)} parts; open_engine takes one, a Driver takes them all"
         raise ConfigError(message)
     part = layout.parts[0]
+    if model and not Path(model).is_dir():
+        from powertrain.tensors.models import materialize
+
+        model = str(materialize(model))
     place = RankSpec(device=resolve_device(device))
-    template = EngineSpec(backend=part.backend, role=part.role, model=_folder(model), place=place, **spec)
-    scratch = tempfile.TemporaryDirectory(prefix="powertrain-") if run_dir is None else None
-    driver = _Driver(
-        layout,
-        {part.label: template},
-        registry=registry,
-        run_dir=scratch.name if scratch is not None else run_dir or "",
-        inline=inline,
-        env=env,
-        timeouts=timeouts,
-    )
-    return _opened(driver, lambda: scratch.cleanup() if scratch is not None else None)
-
-
-def _opened(driver: Driver, clean: Callable[[], None]) -> Blocking:
-    """Start a driver of one part on a loop thread of its own and return the part's client."""
-    from powertrain.runtime.handles import LoopThread
-
-    thread = LoopThread("powertrain-open")
-
-    def close() -> None:
-        try:
-            if thread.alive:
-                thread.submit(driver.close()).result()
-        finally:
-            thread.stop()
-            clean()
-
-    try:
+    template = EngineSpec(backend=part.backend, role=part.role, model=model, place=place, **spec)
+    with contextlib.ExitStack() as stack:  # closed here if anything fails, else by the client
+        folder = run_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="powertrain-"))
+        driver = Driver(
+            layout,
+            {part.label: template},
+            registry=registry,
+            run_dir=folder,
+            inline=inline,
+            env=env,
+            timeouts=timeouts,
+        )
+        thread = _LoopThread("powertrain-open")
+        stack.callback(thread.stop)
         thread.submit(driver.start()).result()
-    except BaseException:
-        close()
-        raise
-    client = next(iter(driver.train.values()), None) or next(iter(driver.infer.values()))
-    return Blocking(client, thread, close)
+        stack.callback(lambda: thread.submit(driver.close()).result())
+        client = {**driver.train, **driver.infer}[part.label]
+        return Blocking(client, thread, stack.pop_all())
 
 
-def _folder(model: str) -> str:
-    if not model or Path(model).is_dir():
-        return model
-    from powertrain.tensors.models import materialize
+class Blocking:
+    """The same client for callers without an event loop: every coroutine method blocks until its answer is there.
 
-    return str(materialize(model))
+    `with` closes the engine and everything that was started for it.
+    """
+
+    def __init__(self, client: Any, thread: LoopThread, closing: contextlib.ExitStack) -> None:
+        self._client = client
+        self._thread = thread
+        self._closing = closing
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._client, name)
+        if not asyncio.iscoroutinefunction(found):
+            return found
+
+        def blocking(*args: Any, **kwargs: Any) -> Any:
+            future = self._thread.submit(found(*args, **kwargs))
+            try:
+                return future.result()
+            except BaseException:
+                future.cancel()
+                raise
+
+        blocking.__doc__ = found.__doc__
+        return blocking
+
+    def close(self) -> None:
+        """Close the engine, its workers and all else; may be called twice."""
+        self._closing.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,4 +1,4 @@
-"""Where every rank of a layout goes: pure data made from the layout, before anything starts."""
+"""Where every rank of a layout goes, and in which environment: made from the layout, before anything starts."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from powertrain.devices import VISIBLE_VARIABLE, count_cards, device_variables, require_cards, visible_cards
 from powertrain.env import build_environment, determinism_variables, rank_variables
 from powertrain.errors import ConfigError
 from powertrain.interfaces.build import EngineSpec, RankSpec, check_head_pair
+from powertrain.launch.ports import free_port
 from powertrain.options import resolve
 
 if TYPE_CHECKING:
-    from powertrain.layout import Layout, Part
+    from powertrain.layout import Layout, Pair, Part
     from powertrain.registry import Registry
+    from powertrain.specs import TransferSpec
 
-HOST = "127.0.0.1"
+HOST: Final = "127.0.0.1"
+_AT_START: Final = "PYTHONHASHSEED"
+"""The variable that only acts at an interpreter's start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +31,6 @@ class EnginePlan:
 
     name: unique in the run. specs: one for each rank, in rank order. inline: it lives in the driver's process.
     slots: card of each rank. python: interpreter of its workers. needs: the variables that the backend asks for.
-    port: of its own rendezvous, on loopback; 0 for one rank.
     """
 
     name: str
@@ -37,18 +40,50 @@ class EnginePlan:
     inline: bool
     python: str
     needs: Mapping[str, Any]
-    port: int = 0
 
     @property
     def workers(self) -> tuple[str, ...]:
         """Names of its worker processes, also of their logs."""
         return tuple(f"{self.name.replace('/', '-')}-r{spec.place.rank}" for spec in self.specs)
 
-    def at(self, port: int) -> EnginePlan:
-        """Return the plan with its rendezvous filled in."""
-        place = f"{HOST}:{port}" if len(self.specs) > 1 else ""
-        specs = tuple(replace(spec, place=replace(spec.place, rendezvous=place)) for spec in self.specs)
-        return replace(self, specs=specs, port=port)
+    def placed(self) -> EnginePlan:
+        """Return the plan with a port of its own, on loopback, where its ranks are to meet."""
+        if len(self.specs) == 1:
+            return self
+        meet = f"{HOST}:{free_port()}"
+        return replace(
+            self, specs=tuple(replace(spec, place=replace(spec.place, rendezvous=meet)) for spec in self.specs)
+        )
+
+    def environments(
+        self, *, visible: tuple[str, ...], ranks_on_host: int, user: Mapping[str, str] | None
+    ) -> list[tuple[dict[str, str], dict[str, str]]]:
+        """Return for each rank its whole environment, and what of it the engine's `prepare` checks (or, inline, sets).
+
+        An inline engine's process has begun already, so the variable that only acts at an interpreter's start is left
+        out. Only training ranks in workers get rank variables.
+        """
+        inherited = {name: value for name, value in os.environ.items() if not (self.inline and name == _AT_START)}
+        found = []
+        for spec, slot in zip(self.specs, self.slots, strict=True):
+            place = spec.place
+            port = int(place.rendezvous.rpartition(":")[2] or 0) or free_port()
+            rank = rank_variables(place.rank, place.world, place.local_rank, place.world, HOST, port)
+            env = build_environment(
+                inherited=inherited,
+                backend=self.needs,
+                user=user,
+                deterministic=spec.deterministic,
+                seed=spec.seed,
+                rank=rank if spec.role == "train" and not self.inline else None,
+                devices=None if self.inline else device_variables(place.device, visible, [slot]),
+                ranks_on_host=ranks_on_host,
+            )
+            names = {*self.needs, *(user or {})}
+            names |= set(determinism_variables(spec.seed, env)) if spec.deterministic else set()
+            names -= {_AT_START} if self.inline else set()
+            found.append((env, {name: env[name] for name in sorted(names)}))
+        return found
 
 
 def plan_engines(
@@ -61,66 +96,49 @@ def plan_engines(
     without an interpreter of their own into the driver's process, where they see the same cards as in a worker;
     "never" none. `ConfigError` for a part without a template, an inline part that cannot be, or heads that differ.
     """
-    if inline not in {"auto", "never"}:
-        message = f"inline is {inline!r}; it takes auto or never"
-        raise ConfigError(message)
     labels = [part.label for part in layout.parts]
     if set(labels) != set(templates):
         message = (
             f"the layout has the parts {', '.join(labels)}, but specs are given for {', '.join(templates) or 'none'}"
         )
         raise ConfigError(message)
-    agree = [
-        check_head_pair(
-            templates[pair.train.label].head, templates[pair.infer.label].head, allow_mismatch=head_mismatch == "allow"
-        )
-        for pair in layout.pairs
-    ]
-    plans = [
-        _plan(part, instance, templates[part.label], registry, inline)
-        for part in layout.parts
-        for instance in range(part.instances)
-    ]
-    return plans, all(agree)
+    allow = head_mismatch == "allow"
+    pairs = [(templates[pair.train.label].head, templates[pair.infer.label].head) for pair in layout.pairs]
+    agree = all(check_head_pair(train, infer, allow_mismatch=allow) for train, infer in pairs)
+    plans = []
+    for part in layout.parts:
+        for instance in range(part.instances):
+            plans.append(_plan(part, instance, templates[part.label], registry, inline))
+    return plans, agree
 
 
 def _plan(part: Part, instance: int, template: EngineSpec, registry: Registry, inline: str) -> EnginePlan:
     if part.spec.status == "planned":
         registry.load_class(part.spec)  # says that there is no engine yet
     options = resolve(part.spec.options, {**template.options, **part.engine_options}, where=f"part {part.label}")
-    base = replace(
-        template,
-        backend=part.backend,
-        role=part.role,
-        part=part.label,
-        axes={**part.axes, **{f"ffn.{axis}": size for axis, size in (part.expert_axes or {}).items()}},
-        options=options,
-    )
-    first = instance * part.cards_per_instance
-    places = [part.place(first + rank) for rank in range(part.cards_per_instance)]
-    specs = tuple(
-        replace(
-            base,
-            place=RankSpec(
-                rank=place.rank_in_instance,
-                world=part.cards_per_instance,
-                local_rank=place.rank_in_instance,
-                instance=instance,
-                coordinates=dict(place.coordinates),
-                device=template.place.device,
-            ),
+    axes = {**part.axes, **{f"ffn.{axis}": size for axis, size in (part.expert_axes or {}).items()}}
+    base = replace(template, backend=part.backend, role=part.role, part=part.label, axes=axes, options=options)
+    world, device = part.cards_per_instance, template.place.device
+    places = [part.place(rank) for rank in range(instance * world, (instance + 1) * world)]
+    ranks = [
+        RankSpec(
+            rank=place.rank_in_instance,
+            world=world,
+            local_rank=place.rank_in_instance,
+            instance=instance,
+            coordinates=dict(place.coordinates),
+            device=device,
         )
         for place in places
-    )
-    needs = registry.load_class(part.spec, "environment")(options, base) if part.spec.environment else {}
+    ]
     return EnginePlan(
         name=part.label if part.instances == 1 else f"{part.label}/{instance}",
         part=part,
-        specs=specs,
+        specs=tuple(replace(base, place=rank) for rank in ranks),
         slots=tuple(place.card for place in places),
-        inline=_lives_inline(part, template.place.device, places[0].card, inline),
+        inline=_lives_inline(part, device, places[0].card, inline),
         python=part.python or sys.executable,
-        needs=needs,
+        needs=registry.load_class(part.spec, "environment")(options, base) if part.spec.environment else {},
     )
 
 
@@ -146,51 +164,26 @@ def visible_for(layout: Layout, plans: list[EnginePlan]) -> tuple[str, ...]:
     return visible
 
 
-def environments(
-    plan: EnginePlan,
-    *,
-    visible: tuple[str, ...],
-    ranks_on_host: int,
-    user: Mapping[str, str] | None,
-    inherited: Mapping[str, str] | None,
-) -> list[dict[str, str]]:
-    """Return the variables of every rank: a worker's whole environment; of an inline engine what is asked of it.
+def pick_transfer(pair: Pair, plans: list[EnginePlan], name: str | None, registry: Registry) -> TransferSpec:
+    """Choose a pair's transfer: the one named by `via`, else `name`, else the lowest rank among those that reach.
 
-    An inline engine's process has begun already, so the variable that only acts at an interpreter's start is left
-    out. Only training ranks get rank variables.
+    All workers of this release are on the driver's host.
     """
-    seed, deterministic = plan.specs[0].seed, plan.specs[0].deterministic
-    if plan.inline:
-        asked = {**plan.needs, **(user or {})}
-        if deterministic:
-            here = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
-            asked = {**determinism_variables(seed, {**here, **asked}), **asked}
-            asked.pop("PYTHONHASHSEED", None)
-        return [{name: str(value) for name, value in asked.items()}]
-    found = []
-    for spec, slot in zip(plan.specs, plan.slots, strict=True):
-        place = spec.place
-        rank = rank_variables(place.rank, place.world, place.local_rank, place.world, HOST, plan.port)
-        found.append(
-            build_environment(
-                inherited=inherited,
-                backend=plan.needs,
-                user=user,
-                deterministic=deterministic,
-                seed=seed,
-                rank=rank if spec.role == "train" else None,
-                devices=device_variables(place.device, visible, [slot]),
-                ranks_on_host=ranks_on_host,
-            )
+    ends = [plan for plan in plans if plan.part.label in {pair.train.label, pair.infer.label}]
+    reach = {"host", "network"}
+    reach |= {"process"} if all(plan.inline for plan in ends) else set()
+    reach |= {"device"} if pair.colocated and ends[0].specs[0].place.device == "cuda" else set()
+    name = pair.via or name
+    known = cast("Mapping[str, TransferSpec]", registry.specs("transfer"))
+    found = [registry.transfer(name)] if name else list(known.values())
+    fitting = [spec for spec in found if reach & set(spec.reach)]
+    if not fitting:
+        each = (
+            "; ".join(f"{spec.name!r} reaches within {'/'.join(spec.reach)}" for spec in found) or "none is installed"
         )
-    return found
-
-
-def asked_of(plan: EnginePlan, env: Mapping[str, str], user: Mapping[str, str] | None) -> dict[str, str]:
-    """Return those variables of a rank's environment that its engine's `prepare` is to check (or, inline, to set)."""
-    if plan.inline:
-        return dict(env)
-    names = {*plan.needs, *(user or {})}
-    if plan.specs[0].deterministic:
-        names |= set(determinism_variables(plan.specs[0].seed, env))
-    return {name: env[name] for name in sorted(names)}
+        message = (
+            f"no transfer fits: {each}, but from {pair.train.label!r} to {pair.infer.label!r} it takes one of "
+            f"{', '.join(sorted(reach))}"
+        )
+        raise ConfigError(message)
+    return min(fitting, key=lambda spec: (spec.rank, spec.name))

@@ -1,35 +1,35 @@
 """`python -m powertrain.runtime.worker`: one rank of an engine, commanded over the control channel.
 
-The variable POWERTRAIN_WORKER holds where the driver is and who this worker is to be (JSON). Order: register, wait to
-be welcomed, serve commands until "exit", SIGTERM, or the driver's silence; then close the engine and end. The exit
-status is 0 after "exit", 78 when the driver refused this worker, 70 when the driver was gone, 143 after SIGTERM.
+The variable POWERTRAIN_WORKER holds where the driver is and who this worker is to be (JSON). It registers and serves
+commands until "exit", SIGTERM, or the driver's silence; then it closes the engine and ends. The exit status is 0 after
+"exit", 78 when the driver refused this worker, 70 when the driver was gone, 143 after SIGTERM.
 """
 
 from __future__ import annotations
 
-import asyncio
 import faulthandler
 import io
 import json
 import logging
 import os
+import queue
 import signal
 import sys
 import threading
 from collections.abc import Mapping
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from typing import Any, Final
 
 from powertrain import __version__
-from powertrain.errors import PowertrainError
 from powertrain.registry import Registry
-from powertrain.runtime import faults, wire
-from powertrain.runtime.host import EngineHost
-from powertrain.runtime.socket import WorkerChannel
+from powertrain.runtime import wire
+from powertrain.runtime.channel import WorkerChannel
+from powertrain.runtime.faults import RankFault, told
+from powertrain.runtime.host import CLOSE_SECONDS, EngineHost
 from powertrain.specs import API_VERSION
 
 VARIABLE: Final = "POWERTRAIN_WORKER"
-REGISTER_SECONDS: Final = 120.0
 LEAVE_SECONDS: Final = 25.0
 """Seconds from the end of serving to the end of the process, whatever hangs."""
 DONE, GONE, REFUSED, TERMINATED = 0, 70, 78, 143
@@ -37,94 +37,67 @@ _LOG: Final = logging.getLogger("powertrain.worker")
 
 
 class Worker:
-    """Serves one host. Lives on one event loop; the channel's thread hands messages over."""
+    """Serves one host. The channel's thread takes commands in; the main thread waits for the end."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
-        self._registry = Registry()
-        self._host = EngineHost(self._registry)
-        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._host = EngineHost(config["name"], Registry())
+        self._calls: dict[int, Future[Any]] = {}
+        self._end: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
 
-    async def serve(self) -> int:
+    def serve(self) -> int:
         """Return the exit status once there is nothing more to serve."""
-        loop = asyncio.get_running_loop()
-        self._end: asyncio.Future[int] = loop.create_future()
-        self._welcomed = asyncio.Event()
-        loop.add_signal_handler(signal.SIGTERM, self._finish, TERMINATED)
-        self._channel = WorkerChannel(
-            self._config,
-            self._hello(),
-            lambda *message: loop.call_soon_threadsafe(self._received, *message),
-            lambda: loop.call_soon_threadsafe(self._finish, GONE, "the driver has been silent for too long"),
-        )
-        late = loop.call_later(REGISTER_SECONDS, self._late)
-        code = await self._end
-        late.cancel()
-        _leave_in_time(code)
+        signal.signal(signal.SIGTERM, lambda *_: self._end.put((TERMINATED, "")))
+        self._channel = WorkerChannel(self._config, self._hello(), self._received)
+        code, why = self._end.get()
+        if why:
+            _LOG.error("%s", why)
+        timer = threading.Timer(LEAVE_SECONDS, partial(os._exit, code))
+        timer.daemon = True
+        timer.start()
         if code != DONE:
             wire.sweep_dead()  # if that is why, the driver's segments have no owner any more
-        for task in self._calls.values():
-            task.cancel()
+        for call in list(self._calls.values()):
+            call.cancel()
         try:
-            await self._host.close()
-        except (PowertrainError, OSError, RuntimeError) as exc:
+            self._host.submit("close", [], wire.copied).result(CLOSE_SECONDS)
+        except (RankFault, TimeoutError) as exc:
             _LOG.warning("closing the engine: %s", exc)
         self._channel.close()
         return code
 
     def _hello(self) -> dict[str, Any]:
-        backend = self._config["backend"]
-        found = [info for info in self._registry.list("backend") if info.name == backend]
         return {
             "name": self._config["name"],
-            "rank": self._config["rank"],
             "pid": os.getpid(),
             "python": sys.executable,
             "powertrain": __version__,
             "api": list(API_VERSION),
-            "plugin": " and ".join(f"{info.dist} {info.version}" for info in found) or f"none for {backend!r}",
         }
 
     def _received(self, kind: str, number: int, value: Any) -> None:
-        if kind == "welcome":
-            self._welcomed.set()
-        elif kind == "refuse":
-            self._finish(REFUSED, f"the driver refused this worker: {value}")
+        if kind == "refuse":
+            self._end.put((REFUSED, f"the driver refused this worker: {value}"))
+        elif kind == "gone":
+            self._end.put((GONE, "the driver has been silent for too long"))
         elif kind == "exit":
-            self._finish(DONE)
+            self._end.put((DONE, ""))
+        elif kind == "cancel" and number in self._calls:
+            self._calls[number].cancel()
+        elif kind == "call" and isinstance(value, Exception):
+            self._channel.send("fault", number, wire.pack(told(value)))
         elif kind == "call":
-            task = asyncio.ensure_future(self._answer(number, value))
-            self._calls[number] = task
-            task.add_done_callback(lambda _: self._calls.pop(number, None))
-        elif kind == "cancel" and self._config["role"] == "infer" and number in self._calls:
-            self._calls[number].cancel()  # a training engine's ranks finish together what they began together
+            method, args = value
+            seal = partial(wire.pack, prefix=self._channel.prefix)
+            future = self._calls[number] = self._host.submit(method, args, seal)
+            future.add_done_callback(partial(self._answer, number))
 
-    async def _answer(self, number: int, call: Any) -> None:
+    def _answer(self, number: int, future: Future[Any]) -> None:
+        del self._calls[number]
         try:
-            if isinstance(call, Exception):
-                raise call
-            method, args = call
-            answer = await self._host.dispatch(method, args)
-            self._channel.answer(number, wire.pack(answer, prefix=self._channel.prefix))
-        except (Exception, SystemExit, asyncio.CancelledError) as exc:  # noqa: BLE001 - the driver raises it
-            self._channel.answer(number, wire.pack(faults.told(exc), prefix=None), kind="fault")
-
-    def _late(self) -> None:
-        if not self._welcomed.is_set():
-            self._finish(GONE, f"no answer from the driver within {REGISTER_SECONDS:g} s")
-
-    def _finish(self, code: int, why: str = "") -> None:
-        if why:
-            _LOG.error("%s", why)
-        if not self._end.done():
-            self._end.set_result(code)
-
-
-def _leave_in_time(code: int) -> None:
-    """End this process in a while even if a thread of the engine never comes back."""
-    timer = threading.Timer(LEAVE_SECONDS, partial(os._exit, code))
-    timer.daemon = True
-    timer.start()
+            self._channel.send("answer", number, future.result())
+        except (RankFault, CancelledError) as exc:
+            self._channel.send("fault", number, wire.pack(exc.fault if isinstance(exc, RankFault) else told(exc)))
 
 
 def main() -> int:
@@ -139,7 +112,7 @@ def main() -> int:
             stream.reconfigure(line_buffering=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle; it ends its workers in order
-    return asyncio.run(Worker(json.loads(text)).serve())
+    return Worker(json.loads(text)).serve()
 
 
 if __name__ == "__main__":
