@@ -85,6 +85,7 @@ class Spec:
 
     name: the entry point's name. summary: one line for lists. options: the plugin's own. requires: import names that
     it needs, shown when missing. install: the command that brings them. api: `API_VERSION` it was written for.
+    status: "ready", or "planned" for what is described, so that config strings are understood, but not there yet.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Spec:
     requires: tuple[str, ...] = ()
     install: str = ""
     api: tuple[int, int] = API_VERSION
+    status: str = "ready"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +106,6 @@ class BackendSpec(Spec):
     (`("p", "d", "c", "t")` makes t the fastest). For an infer backend `d` counts instances.
     environment: "module:function" called as f(options, spec) before a worker
     starts, torch-free, returning the variables that the backend needs. capabilities: graded support by name.
-    status: "ready", or "planned" for an engine that is described but not there yet.
     """
 
     role: str
@@ -112,7 +113,6 @@ class BackendSpec(Spec):
     axes: tuple[str | AxisSpec, ...] = ("d",)
     environment: str = ""
     capabilities: Mapping[str, Support] = field(default_factory=dict)
-    status: str = "ready"
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:

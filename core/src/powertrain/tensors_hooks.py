@@ -1,4 +1,4 @@
-"""The specs of core's own transfers, `local` and `shm`; plain and torch-free."""
+"""The specs of core's own transfers; plain and torch-free."""
 
 from __future__ import annotations
 
@@ -61,7 +61,25 @@ SHM = TransferSpec(
 )
 
 
+PLANNED = tuple(
+    TransferSpec(
+        name=name,
+        driver=f"powertrain.tensors.{name}:Driver",
+        source=f"powertrain.tensors.{name}:Source",
+        sink=f"powertrain.tensors.{name}:Sink",
+        reach=reach,
+        summary=summary,
+        status="planned",
+    )
+    for name, reach, summary in (
+        ("ipc", ("device",), "colocated engines, through handles of device memory"),
+        ("p2p", ("network", "host"), "rank to rank by the plan, over NCCL, HCCL or gloo"),
+        ("disk", ("network", "host", "process"), "safetensors on a file system that both sides see"),
+    )
+)
+
+
 @hookimpl
 def powertrain_transfer() -> list[TransferSpec]:
-    """Describe both transfers."""
-    return [LOCAL, SHM]
+    """Describe all transfers of core."""
+    return [LOCAL, SHM, *PLANNED]

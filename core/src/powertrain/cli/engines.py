@@ -74,7 +74,8 @@ def _show(rows: list[dict[str, Any]], *, checked: bool) -> None:
     titles = ["name", "kind", *(["role", "axes", "capabilities"] if checked else []), "dist", "version", "status"]
     table = Table(*(Column(title, overflow="fold") for title in titles), box=None, pad_edge=False)
     for row in rows:
-        cells = row | {"status": _STATUS.get(row["status"], row["status"])}
+        status = _STATUS.get(row["status"], row["status"])
+        cells = row | {"status": status if row["kind"] == "backend" else status.removeprefix("engine ")}
         if checked:
             cells["axes"] = " ".join(axis["name"] for axis in row["axes"])
             cells["capabilities"] = "\n".join(f"{name}: {level}" for name, level in row["capabilities"].items())
