@@ -10,7 +10,16 @@ from collections.abc import Sequence
 
 
 class PowertrainError(Exception):
-    """Base of all errors raised by powertrain; catch it to catch them all."""
+    """Base of all errors raised by powertrain; catch it to catch them all.
+
+    facts: values for the attributes that the error's class declares.
+    """
+
+    def __init__(self, message: str = "", **facts: object) -> None:
+        super().__init__(message)
+        for name, value in facts.items():
+            assert hasattr(type(self), name), name
+            setattr(self, name, value)
 
 
 class ConfigError(PowertrainError, ValueError):
@@ -57,15 +66,11 @@ class PluginError(PowertrainError):
     `powertrain.registry`).
     """
 
-    def __init__(
-        self, message: str, *, plugin: str, group: str = "", dist: str = "", version: str = "", kind: str = ""
-    ) -> None:
-        super().__init__(message)
-        self.plugin = plugin
-        self.group = group
-        self.dist = dist
-        self.version = version
-        self.kind = kind
+    plugin = ""
+    group = ""
+    dist = ""
+    version = ""
+    kind = ""
 
 
 class UnknownPluginError(PluginError, ConfigError):
@@ -83,32 +88,19 @@ class EngineNotReadyError(PluginError):
 class DeadlineError(PowertrainError, TimeoutError):
     """A wait ended at its deadline. The message names who was waited for, for what, and for how long."""
 
-    def __init__(self, message: str, *, who: str = "", what: str = "", seconds: float = 0.0) -> None:
-        super().__init__(message)
-        self.who = who
-        self.what = what
-        self.seconds = seconds
+    who = ""
+    what = ""
+    seconds = 0.0
 
 
 class WorkerError(PowertrainError, RuntimeError):
     """A worker answered with an error, or died. `rank`, `worker` and `remote_traceback` tell which and where."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        worker: str = "",
-        rank: int = -1,
-        remote_type: str = "",
-        remote_traceback: str = "",
-        log: str = "",
-    ) -> None:
-        super().__init__(message)
-        self.worker = worker
-        self.rank = rank
-        self.remote_type = remote_type
-        self.remote_traceback = remote_traceback
-        self.log = log
+    worker = ""
+    rank = -1
+    remote_type = ""
+    remote_traceback = ""
+    log = ""
 
 
 class HandshakeError(WorkerError):
@@ -118,10 +110,8 @@ class HandshakeError(WorkerError):
 class TransferError(PowertrainError, RuntimeError):
     """A weight update failed; `phase` says where, `unfit` names the sinks that must be healed."""
 
-    def __init__(self, message: str, *, phase: str = "", unfit: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.phase = phase
-        self.unfit = tuple(unfit)
+    phase = ""
+    unfit: tuple[str, ...] = ()
 
 
 class CheckpointError(PowertrainError, RuntimeError):

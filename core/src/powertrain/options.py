@@ -166,8 +166,9 @@ def resolve(specs: Iterable[OptionSpec], given: Mapping[str, Any], *, where: str
 
 
 def collect(specs: Iterable[OptionSpec], given: Any, *, where: str, problems: list[str]) -> dict[str, Any]:
-    """As `resolve`, but append the faults to `problems` and go on with the defaults of the options at fault."""
+    """As `resolve`, but append the faults to `problems` and go on with the defaults; given: a mapping, or None."""
     table = {spec.name: spec for spec in specs}
+    given = {} if given is None else given
     if not isinstance(given, Mapping):
         problems.append(f"{where} is {given!r}; it must be a mapping of options")
         given = {}

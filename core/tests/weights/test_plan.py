@@ -141,7 +141,7 @@ def test_blocks_are_aligned_and_buckets_bounded():
     plan = plan_transfer([source], [source], bucket_bytes=512)
     assert max(plan.buckets) <= 512
     assert all(block.offset % 256 == 0 and block.bytes <= 512 for block in plan.blocks)
-    assert sum(block.bytes for block in plan.blocks) == source.bytes
+    assert sum(block.bytes for block in plan.blocks) == plan.bytes == 4 * (3 * 5 + 2 * 300 + 7)
     spans = sorted((b.bucket, b.offset, b.offset + b.bytes) for b in plan.blocks)
     assert all(x[0] != y[0] or x[2] <= y[1] for x, y in itertools.pairwise(spans))
 

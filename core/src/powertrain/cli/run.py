@@ -30,9 +30,7 @@ AGAIN: Final = "POWERTRAIN_STARTED_AGAIN"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `powertrain run`."""
     parser.add_argument("recipe", metavar="RECIPE.yaml", help="recipe file")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="laid over the file; dotted keys reach inside"
-    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the file; a.b=c reaches inside")
     parser.add_argument("--dry-run", action="store_true", help="print configuration and placement, start nothing")
     parser.add_argument("--folder", metavar="RUN_DIR", help="the run's folder, new; made below `runs` if not given")
     allow_mixed(parser)
@@ -97,22 +95,19 @@ def carry_on(config: RunConfig, folder: RunFolder, registry: Registry, *, resume
     try:
         carry_out(config, folder, registry=registry, resumed=resumed)
     except KeyboardInterrupt:
-        sys.stderr.write(f"\ninterrupted, all engines are closed{_how_to_go_on(folder)}\n")
-        return 130
+        told, status = "\ninterrupted, all engines are closed", 130
     except PowertrainError as exc:
         if not folder.config_file.is_file():
             raise  # refused before anything began
         with (folder.logs / "driver.log").open("a", encoding="utf-8") as log:
             log.write(traceback.format_exc())
-        sys.stdout.flush()
-        sys.stderr.write(f"error: {exc}\nthe run has stopped{_how_to_go_on(folder)}; traces are in {folder.logs}\n")
-        return 1
+        told, status = f"error: {exc}\nthe run has stopped; traces are in {folder.logs}", 1
+    else:
+        return 0
     finally:
         signal.signal(signal.SIGTERM, before)
-    return 0
-
-
-def _how_to_go_on(folder: RunFolder) -> str:
-    if not folder.config_file.is_file():
-        return ""
-    return f"; `powertrain resume {folder.path}` goes on from the last checkpoint"
+    if folder.config_file.is_file():
+        told += f"; `powertrain resume {folder.path}` goes on from the last checkpoint"
+    sys.stdout.flush()
+    sys.stderr.write(f"{told}\n")
+    return status

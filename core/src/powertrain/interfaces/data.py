@@ -174,11 +174,9 @@ class TrainBatch:
             message = f"{len(prompts)} prompts and {len(completions)} completions; there must be as many of both"
             raise ConfigError(message)
         lengths = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
-        starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
-        tokens = np.concatenate(
-            [np.asarray([*p, *c], dtype=np.int64) for p, c in zip(prompts, completions, strict=True)]
-            or [np.zeros(0, dtype=np.int64)]
-        )
+        starts = np.cumsum([0, *lengths], dtype=np.int64)
+        pairs = zip(prompts, completions, strict=True)
+        tokens = np.asarray([token for pair in pairs for part in pair for token in part], dtype=np.int64)
         fields = {"weights": [[1.0] * len(c) for c in completions], **(token_fields or {})}
         spread = {}
         for name, rows in fields.items():
@@ -209,24 +207,16 @@ def _faults(batch: TrainBatch) -> list[str]:
     problems: list[str] = []
     if size < 1 or batch.starts[0] != 0 or batch.starts[-1] != n or (np.diff(batch.starts) < 1).any():
         problems.append(f"starts must rise from 0 to the number of tokens ({n}), and no sequence may be empty")
-    if len(batch.prompt_lens) != size:
-        problems.append(f"{len(batch.prompt_lens)} prompt lengths for {size} sequences")
-    elif size >= 1 and (batch.prompt_lens < 1).any():
+    if len(batch.prompt_lens) == size >= 1 and (batch.prompt_lens < 1).any():
         problems.append("a prompt length is 0; the first token of a sequence cannot be scored")
-    if len(batch.weights) != n:
-        problems.append(f"{len(batch.weights)} weights for {n} tokens")
-    problems += [
-        f"token field {name!r} has {len(value)} values for {n} tokens"
-        for name, value in batch.token_fields.items()
-        if len(value) != n
-    ]
-    problems += [
-        f"sample field {name!r} has {len(value)} values for {size} sequences"
-        for name, value in batch.sample_fields.items()
-        if len(value) != size
-    ]
-    if batch.groups is not None and len(batch.groups) != size:
-        problems.append(f"{len(batch.groups)} group numbers for {size} sequences")
+    of_tokens = {f"values of token field {name!r}": value for name, value in batch.token_fields.items()}
+    of_sequences = {f"values of sample field {name!r}": value for name, value in batch.sample_fields.items()}
+    of_sequences |= {} if batch.groups is None else {"group numbers": batch.groups}
+    for number, what, table in (
+        (n, "tokens", {"weights": batch.weights, **of_tokens}),
+        (size, "sequences", {"prompt lengths": batch.prompt_lens, **of_sequences}),
+    ):
+        problems += [f"{len(v)} {name} for {number} {what}" for name, v in table.items() if len(v) != number]
     return problems
 
 

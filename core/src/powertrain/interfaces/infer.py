@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
+from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 from powertrain.interfaces.state import Rule, Stateful
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from powertrain.interfaces.build import EngineSpec
     from powertrain.interfaces.data import GenerateRequest, GenerateResult
     from powertrain.interfaces.weights import WeightSink
@@ -109,14 +107,8 @@ class InferEngine(Stateful, ABC):
     async def close(self) -> None:
         """Stop and free everything; may be called in any state, more than once."""
 
-    def health(self) -> Mapping[str, Any]:
-        """Return plain facts for monitoring (state, version, requests in flight); must not block."""
-        return {"state": self.state}
-
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self.close()

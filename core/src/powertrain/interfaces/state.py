@@ -45,6 +45,10 @@ class Stateful:
             if method is not None and not getattr(method, "__isabstractmethod__", False):
                 setattr(cls, name, _guarded(name, method, rule))
 
+    def health(self) -> Mapping[str, Any]:
+        """Return plain facts for monitoring (state, version, requests in flight); from any thread, must not block."""
+        return {"state": self.state}
+
     @contextmanager
     def _entered(self, name: str, rule: Rule) -> Iterator[None]:
         key = (id(self), name)

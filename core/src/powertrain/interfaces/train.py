@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from powertrain.interfaces.state import Rule, Stateful
 
@@ -100,12 +99,8 @@ class TrainEngine(Stateful, ABC):
     def close(self) -> None:
         """Free everything and leave the process group; may be called in any state, more than once."""
 
-    def health(self) -> Mapping[str, Any]:
-        """Return plain facts for monitoring; may be called from any thread, must not block."""
-        return {"state": self.state}
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()

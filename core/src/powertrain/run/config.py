@@ -7,23 +7,20 @@ Everything is resolved before anything starts: no engine is imported, and all fa
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from powertrain.errors import ConfigError, PluginError, Violations
 from powertrain.interfaces.build import HeadSpec, LoraSpec, OptimSpec, ScheduleSpec
-from powertrain.layout import Layout, parse_layout
+from powertrain.layout import Layout, Part, parse_layout
 from powertrain.layout.parts import PART_OPTIONS
-from powertrain.options import OptionSpec, nearest, resolve
+from powertrain.options import collect, nearest, resolve
+from powertrain.registry import Registry
 from powertrain.run.options import CORE_OPTIONS, GROUPS, SCHEDULE_OPTIONS
 from powertrain.run.recipe_file import read_words, read_yaml, write_yaml
-
-if TYPE_CHECKING:
-    from powertrain.layout import Part
-    from powertrain.registry import Registry
-    from powertrain.specs import RecipeSpec
+from powertrain.specs import RecipeSpec
 
 _REQUIRED: Final = ("recipe", "engines", "model")
 _CORE: Final = {spec.name: spec for spec in CORE_OPTIONS}
@@ -42,7 +39,7 @@ class RunConfig:
     layout: Layout
     recipe_spec: RecipeSpec
     recipe_options: Mapping[str, Any]
-    sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    sections: Mapping[str, Mapping[str, Any]]
 
     def __getitem__(self, key: str) -> Any:
         """Return a core key's value; KeyError for a key that core does not have."""
@@ -51,23 +48,20 @@ class RunConfig:
     @property
     def head(self) -> HeadSpec:
         """The LM head's precision, one setting for both sides."""
-        return HeadSpec(**self.values["head"])
+        return HeadSpec(**self["head"])
 
     @property
     def lora(self) -> LoraSpec | None:
         """The adapter to train, or None for full training."""
-        lora = self.values["lora"]
-        return None if lora is None else LoraSpec(**lora)
+        return LoraSpec(**self["lora"]) if self["lora"] else None
 
     @property
     def optim(self) -> OptimSpec:
         """The optimizer; `schedule.total_steps` is the recipe's option `steps` where the file gives none."""
-        optim = dict(self.values["optim"])
-        schedule = dict(optim.pop("schedule"))
-        if schedule["total_steps"] is None:
-            schedule["total_steps"] = self.recipe_options.get("steps")
-        optim["clip"] = optim["clip"] or None
-        return OptimSpec(**optim, schedule=ScheduleSpec(**schedule))
+        optim = self["optim"]
+        total = optim["schedule"]["total_steps"] or self.recipe_options.get("steps")
+        schedule = ScheduleSpec(**{**optim["schedule"], "total_steps": total})
+        return OptimSpec(**{**optim, "clip": optim["clip"] or None, "schedule": schedule})
 
     def engine_options(self, part: Part) -> dict[str, Any]:
         """Return the backend's options for one part, defaults filled in."""
@@ -81,8 +75,7 @@ class RunConfig:
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the whole configuration as plain data, in the form of a recipe file."""
-        recipe = {self.recipe_spec.name: dict(self.recipe_options)}
-        return copy.deepcopy({**self.values, **{k: dict(v) for k, v in self.sections.items()}, **recipe})
+        return copy.deepcopy({**self.values, **self.sections, self.recipe_spec.name: self.recipe_options})
 
     def dump(self) -> str:
         """Return `to_mapping` as YAML text."""
@@ -107,8 +100,10 @@ def load_config(
         problems += _lay_over(data, keys, value)
     if problems:
         raise Violations(problems)
-    defaults = {"base": str(path.absolute().parent), "name": path.stem}
-    return resolve_config({**data, **{k: v for k, v in defaults.items() if data.get(k) is None}}, registry=registry)
+    for key, default in (("base", str(path.absolute().parent)), ("name", path.stem)):
+        if data.get(key) is None:
+            data[key] = default
+    return resolve_config(data, registry=registry)
 
 
 def _lay_over(data: dict[str, Any], keys: Sequence[str], value: Any) -> list[str]:
@@ -127,111 +122,87 @@ def _lay_over(data: dict[str, Any], keys: Sequence[str], value: Any) -> list[str
 
 def resolve_config(data: Mapping[str, Any], *, registry: Registry | None = None) -> RunConfig:
     """Resolve a recipe file's mapping; raises `Violations` with every fault."""
-    from powertrain.registry import Registry as _Registry
-
-    registry = registry or _Registry()
+    registry = registry or Registry()
     problems = [f"{key!r} is required: {_CORE[key].help}" for key in _REQUIRED if data.get(key) is None]
-    core = {key: value for key, value in data.items() if key in _CORE}
-    values = _core_values(core, problems)
-    layout = _attempt(lambda: parse_layout(data["engines"], registry=registry), data.get("engines"), problems)
-    spec = _attempt(lambda: registry.recipe(str(data["recipe"])), data.get("recipe"), problems)
-    options: dict[str, Any] = {}
-    if spec is not None:
-        options = _resolved(spec.options, data.get(spec.name), f"section {spec.name!r}", problems)
-    given = {str(key): value for key, value in data.items() if key not in _CORE}
-    if spec is not None:
-        given.pop(spec.name, None)
-    merged, sections = _sections(layout, given, spec.name if spec else None, registry, problems)
-    if problems or layout is None or spec is None or merged is None:
+    values = _core_values(data, problems)
+    layout = _found(data.get("engines"), lambda text: parse_layout(text, registry=registry), problems)
+    recipe = _found(data.get("recipe"), lambda name: registry.recipe(str(name)), problems)
+    sections = _sections(data, layout, recipe, problems)
+    if problems:
         raise Violations(problems, heading=f"the configuration has {len(problems)} fault{'s' * (len(problems) != 1)}:")
-    values["engines"] = data["engines"] if isinstance(data["engines"], str) else layout.to_mapping()
-    values["base"] = str(Path(values["base"] or ".").absolute())
-    values["name"] = values["name"] or spec.name
-    config = RunConfig(values=values, layout=merged, recipe_spec=spec, recipe_options=options, sections=sections)
-    model = Path(values["base"]) / values["model"]
-    if model.is_dir():
-        values["model"] = str(model)
-    return config
+    base = Path(values["base"] or ".").absolute()
+    model = base / values["model"]
+    values |= {
+        "engines": data["engines"] if isinstance(data["engines"], str) else layout.to_mapping(),
+        "base": str(base),
+        "name": values["name"] or recipe.name,
+        "model": str(model) if model.is_dir() else values["model"],
+    }
+    options = sections.pop(recipe.name, {})
+    merged = _merged(layout, sections, registry)
+    return RunConfig(values=values, layout=merged, recipe_spec=recipe, recipe_options=options, sections=sections)
 
 
-def _attempt(call: Any, given: Any, problems: list[str]) -> Any:
-    if given is None:
-        return None
+def _found(given: Any, find: Callable[[Any], Any], problems: list[str]) -> Any:
+    """Return what `find` makes of a value, or None where there is none or it is faulty."""
     try:
-        return call()
+        return None if given is None else find(given)
     except (ConfigError, PluginError) as exc:
         problems.append(str(exc))
         return None
 
 
-def _core_values(given: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    plain = {key: value for key, value in given.items() if key != "engines" and value is not None}
-    plain |= {key: None for key, value in given.items() if value is None and _CORE[key].default is None}
-    values = _resolved(CORE_OPTIONS, plain, "", problems)
+def _core_values(data: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Return every core key's value, those that are mappings with all their options."""
+    given = {key: value for key, value in data.items() if key in _CORE and key != "engines" and value is not None}
+    values = collect(CORE_OPTIONS, given, where="", problems=problems)
     for key, specs in GROUPS.items():
-        if values.get(key) is not None:
-            values[key] = _resolved(specs, values[key], f"{key!r}", problems)
-    if isinstance(values.get("optim"), dict):
-        schedule = values["optim"].get("schedule") or {}
-        values["optim"]["schedule"] = _resolved(SCHEDULE_OPTIONS, schedule, "'optim.schedule'", problems)
-    bad = [key for key, value in (values.get("env") or {}).items() if not isinstance(value, str)]
-    problems += [f"'env.{key}' is {values['env'][key]!r}; variables are text, quote it" for key in bad]
+        if values[key] is not None:
+            values[key] = collect(specs, values[key], where=repr(key), problems=problems)
+    optim = values["optim"]
+    optim["schedule"] = collect(SCHEDULE_OPTIONS, optim["schedule"], where="'optim.schedule'", problems=problems)
+    problems += [
+        f"'env.{key}' is {value!r}; variables are text, quote it"
+        for key, value in values["env"].items()
+        if not isinstance(value, str)
+    ]
     return values
 
 
-def _resolved(specs: Sequence[OptionSpec], given: Any, where: str, problems: list[str]) -> dict[str, Any]:
-    """Resolve a section; on a fault note all of it and go on with the keys that are right."""
-    if given is None:
-        given = {}
-    if not isinstance(given, Mapping):
-        problems.append(f"{where} is {given!r}; it must be a mapping of options")
-        given = {}
-    values: dict[str, Any] = {}
-    unknown = {str(key): value for key, value in given.items() if key not in {spec.name for spec in specs}}
-    for spec in specs:
-        try:
-            values |= resolve([spec], {spec.name: given[spec.name]} if spec.name in given else {}, where=where)
-        except Violations as exc:
-            problems.extend(problem.removeprefix(": ") for problem in exc.problems)
-            values[spec.name] = spec.default
-    if unknown:
-        try:
-            resolve(specs, unknown, where=where)
-        except Violations as exc:
-            problems.extend(problem.removeprefix(": ") for problem in exc.problems)
-    return copy.deepcopy(values)
-
-
 def _sections(
-    layout: Layout | None, given: dict[str, Any], recipe: str | None, registry: Registry, problems: list[str]
-) -> tuple[Layout | None, dict[str, dict[str, Any]]]:
-    """Merge the engine sections into the layout; returns it with what is written back."""
-    if layout is None:
-        return None, {}
-    specs = {name: part.spec for part in layout.parts for name in (part.backend, part.label)}
-    known = [*_CORE, *specs, *([recipe] if recipe else [])]
-    for key in given:
-        if key not in specs and recipe is not None:
-            problems.append(
-                f"unknown key {key!r}{nearest(key, known)}; beside core's keys there are the sections: "
-                + ", ".join(sorted({*specs, recipe}))
-            )
-    problems += [
-        f"part {part.label!r} has the name of a key or of the recipe; name it otherwise, so that its section is its own"
-        for part in layout.parts
-        if part.label in _CORE or part.label == recipe
-    ]
-    typed: dict[str, dict[str, Any]] = {}
-    for name, spec in specs.items():
-        section = given.get(name) or {}
-        all_options = _resolved((*spec.options, *PART_OPTIONS), section, f"section {name!r}", problems)
-        typed[name] = {key: all_options[key] for key in section if key in all_options}
-    back = {part.backend: {o.name: o.default for o in part.spec.options} | typed[part.backend] for part in layout.parts}
-    back |= {part.label: typed[part.label] for part in layout.parts if part.name and typed[part.label]}
-    if problems:
-        return None, back
+    data: Mapping[str, Any], layout: Layout | None, recipe: RecipeSpec | None, problems: list[str]
+) -> dict[str, dict[str, Any]]:
+    """Return the sections: the recipe's and each backend's with all defaults, each named part's as it is given."""
+    parts = layout.parts if layout else ()
+    tables = {part.label: (part.spec.options, False) for part in parts}
+    tables |= {part.backend: (part.spec.options, True) for part in parts}
+    tables |= {recipe.name: (recipe.options, True)} if recipe else {}
+    if layout and recipe:
+        problems += [
+            f"unknown key {key!r}{nearest(str(key), [*_CORE, *tables])}; beside core's keys there are the sections: "
+            + ", ".join(sorted(tables))
+            for key in data
+            if key not in _CORE and key not in tables
+        ]
+        problems += [
+            f"part {part.label!r} has the name of a key or of the recipe; name it otherwise, so its section is its own"
+            for part in parts
+            if part.label in _CORE or part.label == recipe.name
+        ]
+    sections = {}
+    for name, (options, whole) in tables.items():
+        given = data.get(name)
+        more = () if recipe and name == recipe.name else PART_OPTIONS
+        values = collect((*options, *more), given, where=f"section {name!r}", problems=problems)
+        kept = {option.name for option in options if whole}.union(given if isinstance(given, Mapping) else ())
+        sections[name] = {key: value for key, value in values.items() if key in kept}
+    return {name: section for name, section in sections.items() if section}
+
+
+def _merged(layout: Layout, sections: Mapping[str, Mapping[str, Any]], registry: Registry) -> Layout:
+    """Return the layout with each part's options from the sections and, winning over them, from the string."""
     mapping = layout.to_mapping()
     for group, written in zip(layout.groups, mapping["groups"], strict=True):
         for part, raw in zip(group, written, strict=True):
-            raw["options"] = {**back[part.backend], **typed[part.label], **part.options}
-    return Layout.from_mapping(mapping, registry=registry), back
+            raw["options"] = {**sections.get(part.backend, {}), **sections.get(part.label, {}), **part.options}
+    return Layout.from_mapping(mapping, registry=registry)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
+from powertrain.devices import resolve_device
 from powertrain.interfaces.build import EngineSpec, RankSpec
-
-if TYPE_CHECKING:
-    from powertrain.interfaces.recipe import Recipe
-    from powertrain.registry import Registry
-    from powertrain.run.config import RunConfig
-    from powertrain.run.folder import RunFolder
-    from powertrain.runtime.driver import Driver
-    from powertrain.weights import TransferReport, VersionCounter, WeightVersion
+from powertrain.interfaces.recipe import Recipe
+from powertrain.lora import adapter_config
+from powertrain.registry import Registry
+from powertrain.run.config import RunConfig
+from powertrain.run.folder import RunFolder
+from powertrain.runtime.driver import Driver
+from powertrain.weights import TransferReport, VersionCounter
 
 
 @dataclass
@@ -33,31 +33,17 @@ class RunContext:
     folder: RunFolder
     registry: Registry
     resumed: bool = False
-    _driver: Driver | None = None
-    _versions: VersionCounter | None = None
     model_folder: str = ""
     start_version: str = ""
-
-    @property
-    def driver(self) -> Driver:
-        """The started engines."""
-        assert self._driver is not None, "the engines are there in `run`, not in `check`"
-        return self._driver
-
-    @property
-    def versions(self) -> VersionCounter:
-        """The counter of weight versions; numbers are reserved in the run folder."""
-        assert self._versions is not None, "versions are there in `run`, not in `check`"
-        return self._versions
+    driver: Driver = field(init=False)
+    versions: VersionCounter = field(init=False)
 
     async def run(self, recipe: Recipe) -> None:
         """Start the engines, await the recipe, and close everything whatever happens."""
-        from powertrain.weights import VersionCounter
-
-        self._versions = VersionCounter(self.folder.versions_file)
-        version = self._versions.next()
+        self.versions = VersionCounter(self.folder.versions_file)
+        version = self.versions.next()
         self.start_version = str(version)
-        self._driver = make_driver(
+        self.driver = make_driver(
             self.config,
             registry=self.registry,
             run_dir=str(self.folder.path),
@@ -65,10 +51,10 @@ class RunContext:
             synchronous=recipe.synchronous,
         )
         try:
-            await self._driver.start(version)
+            await self.driver.start(version)
             await recipe.run(self)
         finally:
-            await self._driver.close()
+            await self.driver.close()
 
     async def push(self, train: str, infer: str) -> TransferReport:
         """Publish a training part's weights, or its adapter, under the next version; the report names it.
@@ -76,25 +62,11 @@ class RunContext:
         pause_mode is the configuration's. Errors as `powertrain.runtime.driver.Driver.push`.
         """
         version = self.versions.next()
-        return await self.driver.push(
-            train, infer, version, pause_mode=self.config["pause_mode"], **self._update(version)
-        )
-
-    def _update(self, version: WeightVersion) -> dict[str, Any]:
-        if self.config.lora is None:
-            return {}
-        from powertrain.lora import adapter_config
-
-        spec = self.config.lora
-        name, config = version.adapter_name(spec.name), adapter_config(spec, base_model=self.config["model"])
-        return {"kind": "adapter", "adapter": name, "adapter_config": config}
-
-
-def _materialized(model: str) -> str:
-    """Return the model's folder in HF format, converted or downloaded where needed."""
-    from powertrain.tensors.models import materialize
-
-    return str(materialize(model))
+        adapter: dict[str, Any] = {}
+        if spec := self.config.lora:
+            config = adapter_config(spec, base_model=self.config["model"])
+            adapter = {"kind": "adapter", "adapter": version.adapter_name(spec.name), "adapter_config": config}
+        return await self.driver.push(train, infer, version, pause_mode=self.config["pause_mode"], **adapter)
 
 
 def make_driver(
@@ -104,26 +76,19 @@ def make_driver(
 
     synchronous: as `Recipe.synchronous`; handed to transfers that declare the option, where the file gives none.
     """
-    from powertrain.runtime.driver import Driver
-
     options = {name: dict(given) for name, given in config["transfer_options"].items()}
     for name, spec in registry.specs("transfer").items():
-        if any(option.name == "synchronous" for option in getattr(spec, "options", ())):
+        if any(option.name == "synchronous" for option in spec.options):
             options.setdefault(name, {}).setdefault("synchronous", synchronous)
-
+    same = ("inline", "head_mismatch", "launcher", "launcher_options", "transfer", "env")
     return Driver(
         config.layout,
         engine_specs(config, model),
         registry=registry,
         run_dir=run_dir,
-        inline=config["inline"],
-        head_mismatch=config["head_mismatch"],
-        launcher=config["launcher"],
-        launcher_options=config["launcher_options"],
-        transfer=config["transfer"],
         transfer_options=options,
-        env=config["env"],
         timeouts={key: value for key, value in config["timeouts"].items() if key != "engine"},
+        **{key: config[key] for key in same},
     )
 
 
@@ -132,24 +97,19 @@ def engine_specs(config: RunConfig, model: str) -> Mapping[str, EngineSpec]:
 
     A frozen part gets no adapter and no optimizer.
     """
-    from powertrain.devices import resolve_device
-
     device = resolve_device(config["device"])
+    same = {key: config[key] for key in ("dtype", "seed", "deterministic", "no_save_optim", "no_load_optim")}
     return {
         part.label: EngineSpec(
             backend=part.backend,
             role=part.role,
             model=model,
-            dtype=config["dtype"],
-            seed=config["seed"],
-            deterministic=config["deterministic"],
             head=config.head,
             lora=None if part.frozen else config.lora,
             optim=config.optim if part.role == "train" and not part.frozen else None,
             place=RankSpec(device=device),
-            no_save_optim=config["no_save_optim"],
-            no_load_optim=config["no_load_optim"],
             timeout=config["timeouts"]["engine"],
+            **same,
         )
         for part in config.layout.parts
     }
@@ -165,7 +125,9 @@ def carry_out(config: RunConfig, folder: RunFolder, *, registry: Registry, resum
         try:
             recipe = registry.load_class(config.recipe_spec)(config.recipe_options)
             recipe.check(context)
-            context.model_folder = _materialized(config["model"])
+            from powertrain.tensors.models import materialize  # which needs torch, so `check` has the first word
+
+            context.model_folder = str(materialize(config["model"]))
         except BaseException:
             if not resumed:
                 shutil.rmtree(folder.path, ignore_errors=True)

@@ -13,14 +13,13 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Final, Self
 
 from powertrain.errors import CheckpointError, ConfigError, PowertrainError
-from powertrain.run.metrics import MetricsLog, cut_metrics
+from powertrain.run.metrics import append_metrics, cut_metrics, unused
 
 _STEP: Final = re.compile(r"step-(\d{6,})")
 _CAUSES: Final = {
@@ -40,17 +39,26 @@ def _explained(what: str) -> Iterator[None]:
     except (PowertrainError, FileExistsError):  # a DeadlineError is an OSError too and says more than we could
         raise
     except OSError as exc:
-        message = f"{what} failed: {_CAUSES.get(exc.errno or 0, str(exc))}"
+        message = f"{what} failed: {_CAUSES.get(exc.errno or 0, exc)}"
         raise CheckpointError(message) from exc
 
 
 class RunFolder:
-    """A run's folder, locked until `close`. Made by `create` or `open`, a context manager; for the driver alone."""
+    """A run's folder, locked until `close`. Made by `create`, `make` or `open`; a context manager for the driver.
+
+    config_file: the resolved configuration, which `powertrain run` takes as it is. metrics_file: one line of JSON for
+    each step. versions_file: the reserved weight versions, see `powertrain.weights.version.VersionCounter`.
+    checkpoints: where complete ones lie. logs: of the workers.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.config_file = path / "config.yaml"
+        self.metrics_file = path / "metrics.jsonl"
+        self.versions_file = path / "versions"
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
         self._lock = self._locked()
-        self._metrics: MetricsLog | None = None
 
     @classmethod
     def create(cls, runs: str | Path, name: str) -> RunFolder:
@@ -58,13 +66,11 @@ class RunFolder:
         if not name or "/" in name or name.startswith("."):
             message = f"a run cannot be named {name!r}; it is one folder's name"
             raise ConfigError(message)
-        stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        for number in itertools.count(1):
-            path = Path(runs) / (stem if number == 1 else f"{stem}-{number}")
-            try:
+        stem = path = Path(runs) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        for number in itertools.count(2):
+            with suppress(FileExistsError):
                 return cls.make(path)
-            except FileExistsError:
-                continue
+            path = stem.with_name(f"{stem.name}-{number}")
         raise AssertionError(runs)
 
     @classmethod
@@ -98,37 +104,10 @@ class RunFolder:
                 shutil.rmtree(left)
         return run
 
-    @property
-    def checkpoints(self) -> Path:
-        """Where complete checkpoints lie."""
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        """Where workers' logs lie."""
-        return self.path / "logs"
-
-    @property
-    def config_file(self) -> Path:
-        """The resolved configuration; `powertrain run` takes it as it is."""
-        return self.path / "config.yaml"
-
-    @property
-    def versions_file(self) -> Path:
-        """The reserved weight versions; see `powertrain.weights.version.VersionCounter`."""
-        return self.path / "versions"
-
-    @property
-    def metrics_file(self) -> Path:
-        """One line of JSON for each step."""
-        return self.path / "metrics.jsonl"
-
     def log(self, step: int, values: Mapping[str, object]) -> None:
         """Append one step's line to the metrics."""
         with _explained(f"writing {self.metrics_file}"):
-            if self._metrics is None:
-                self._metrics = MetricsLog(self.metrics_file)
-            self._metrics.write(step, values)
+            append_metrics(self.metrics_file, step, values)
 
     def write(self, name: str, text: str) -> Path:
         """Write a small text file into the folder, complete or not at all, and return its path."""
@@ -143,8 +122,7 @@ class RunFolder:
         """Write config.yaml; another one from before stays beside it as `config.N.yaml`."""
         old = self.config_file.read_text(encoding="utf-8") if self.config_file.is_file() else text
         if old != text:
-            number = next(n for n in itertools.count(1) if not (self.path / f"config.{n}.yaml").exists())
-            self.write(f"config.{number}.yaml", old)
+            self.write(unused(self.config_file, "config.{}.yaml").name, old)
         self.write("config.yaml", text)
 
     @contextmanager
@@ -169,11 +147,11 @@ class RunFolder:
             part.mkdir()
             try:
                 yield part
-                _sync(part)
+                _sync([*part.rglob("*"), part])
                 if final.exists():
                     self._drop(final)
                 part.rename(final)
-                _sync(final.parent, deep=False)
+                _sync([final.parent])
             except BaseException:
                 shutil.rmtree(part, ignore_errors=True)
                 raise
@@ -185,8 +163,7 @@ class RunFolder:
 
     def latest(self) -> tuple[int, Path] | None:
         """Return (step, folder) of the newest complete checkpoint, or None."""
-        complete = self.complete()
-        return complete[-1] if complete else None
+        return max(self.complete(), default=None)
 
     def rewind(self, step: int) -> None:
         """Take back the metrics after `step`, since those steps are taken again."""
@@ -195,14 +172,12 @@ class RunFolder:
 
     def close(self) -> None:
         """Give the folder free; may be called twice."""
-        if self._metrics is not None:
-            self._metrics.close()
         self._lock.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _drop(self, path: Path) -> None:
@@ -231,9 +206,9 @@ class RunFolder:
         return stream
 
 
-def _sync(folder: Path, *, deep: bool = True) -> None:
-    """Bring a folder (deep: and all files below it) to the disk, so that the rename never outruns the contents."""
-    for path in [*(folder.rglob("*") if deep else ()), folder]:
+def _sync(paths: Iterable[Path]) -> None:
+    """Bring files and folders to the disk, so that a rename never outruns the contents."""
+    for path in paths:
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)

@@ -6,6 +6,7 @@ equal at staleness 0. A number that is not finite is written as null. A torn las
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -15,31 +16,18 @@ from typing import Any
 from powertrain.errors import CheckpointError
 
 
-class MetricsLog:
-    """Appends lines to one run's metrics file; used by the driver alone."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._stream = path.open("a", encoding="utf-8")
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append one step's line and hand it to the operating system."""
-        line = json.dumps({"step": step, **{key: _plain(value) for key, value in values.items()}}, allow_nan=False)
-        self._stream.write(line + "\n")
-        self._stream.flush()
-
-    def close(self) -> None:
-        """Close the file; may be called twice."""
-        self._stream.close()
+def append_metrics(path: Path, step: int, values: Mapping[str, Any]) -> None:
+    """Append one step's line and hand it to the operating system; called by the driver alone."""
+    line = json.dumps({"step": step, **{key: _plain(value) for key, value in values.items()}}, allow_nan=False)
+    with path.open("a", encoding="utf-8") as stream:
+        stream.write(line + "\n")
 
 
 def _plain(value: Any) -> Any:
     """Return what JSON can hold; numpy scalars become Python's."""
     if hasattr(value, "item"):
         value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -59,23 +47,20 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def cut_metrics(path: Path, step: int) -> Path | None:
+def cut_metrics(path: Path, step: int) -> None:
     """Keep the lines up to and with `step`; the whole file from before stays as `metrics.jsonl.cut-N`.
 
-    Called on resume, since the steps after the checkpoint are taken again. Returns the kept copy, or None where
-    nothing had to be cut.
+    Called on resume, since the steps after the checkpoint are taken again. Does nothing where nothing has to be cut.
     """
-    if not path.exists():
-        return None
-    rows = read_metrics(path)
-    kept = "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step)
-    if kept == path.read_text(encoding="utf-8"):
-        return None
-    number = 1
-    while (copy := path.with_name(f"{path.name}.cut-{number}")).exists():
-        number += 1
-    part = path.with_name(path.name + ".part")
-    part.write_text(kept, encoding="utf-8")
-    copy.hardlink_to(path)
-    part.replace(path)
-    return copy
+    kept = "".join(json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] <= step)
+    if path.exists() and kept != path.read_text(encoding="utf-8"):
+        part = path.with_name(path.name + ".part")
+        part.write_text(kept, encoding="utf-8")
+        unused(path, f"{path.name}.cut-{{}}").hardlink_to(path)
+        part.replace(path)
+
+
+def unused(path: Path, form: str) -> Path:
+    """Return the first of the names `form.format(1)`, `form.format(2)` ... beside `path` that is not taken."""
+    names = (path.with_name(form.format(number)) for number in itertools.count(1))
+    return next(name for name in names if not name.exists())

@@ -16,9 +16,7 @@ from powertrain.options import OptionSpec, options_of
 
 TIMEOUT_OPTIONS: Final = (
     OptionSpec(name="start", type="float", default=600.0, minimum=0, help="seconds for all engines to be built"),
-    OptionSpec(
-        name="step", type="float", default=1800.0, minimum=0, help="seconds for a training step, save or export"
-    ),
+    OptionSpec(name="step", type="float", default=1800.0, minimum=0, help="seconds for a step, save or export"),
     OptionSpec(name="generate", type="float", default=1800.0, minimum=0, help="seconds for one batch of requests"),
     OptionSpec(name="update", type="float", default=300.0, minimum=0, help="seconds for each step of a weight update"),
     OptionSpec(name="engine", type="float", default=300.0, minimum=0, help="seconds for any wait inside an engine"),
@@ -37,15 +35,11 @@ CORE_OPTIONS: Final = (
     OptionSpec(name="engines", help="the layout: a config string or its mapping form"),
     OptionSpec(name="model", help="a folder in HF format, a hub id, or package:DIST/FILE.gguf"),
     OptionSpec(name="device", default="auto", choices=("auto", "cpu", "cuda"), help="what the layout's cards are"),
-    OptionSpec(
-        name="dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="dtype of the held weights"
-    ),
+    OptionSpec(name="dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of the held weights"),
     OptionSpec(name="seed", type="int", default=0, minimum=0, help="of everything random in the run"),
     OptionSpec(name="deterministic", type="bool", default=True, help="same seed and config give bitwise equal numbers"),
     OptionSpec(name="head", type="mapping", default={}, help="precision of the LM head, one setting for both sides"),
-    OptionSpec(
-        name="head_mismatch", default="refuse", choices=("refuse", "allow"), help="one side alone may differ if allowed"
-    ),
+    OptionSpec(name="head_mismatch", default="refuse", choices=("refuse", "allow"), help="may one side alone differ"),
     OptionSpec(name="lora", type="mapping", help="train an adapter in place of all weights; null for full training"),
     OptionSpec(name="optim", type="mapping", default={}, help="AdamW and its learning rate"),
     OptionSpec(name="pause_mode", default="wait", choices=("abort", "wait", "keep"), help="requests during an update"),

@@ -24,15 +24,11 @@ def _loader(text: str, *, typed: bool = True) -> Any:
         }
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            seen: set[Any] = set()
-            for key_node, _ in node.value:
-                key = self.construct_object(key_node, deep=True)
-                if isinstance(key, list | dict):
-                    continue
-                if key in seen:
-                    message = f"key {key!r} stands there twice"
-                    raise yaml.constructor.ConstructorError(None, None, message, key_node.start_mark)
-                seen.add(key)
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            twice = next((at for at, key in enumerate(keys) if key in keys[:at]), None)
+            if twice is not None:
+                message = f"key {keys[twice]!r} stands there twice"
+                raise yaml.constructor.ConstructorError(None, None, message, node.value[twice][0].start_mark)
             return super().construct_mapping(node, deep)
 
     return yaml.load(text, Loader)
@@ -45,11 +41,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         data, raw = _loader(text), _loader(text, typed=False)
-    except (OSError, UnicodeDecodeError) as exc:
-        message = f"recipe file {str(path)!r} cannot be read: {exc}"
-        raise ConfigError(message) from exc
-    except yaml.YAMLError as exc:
-        message = f"recipe file {str(path)!r} is not YAML: {exc}"
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
+        fault = "is not YAML" if isinstance(exc, yaml.YAMLError) else "cannot be read"
+        message = f"recipe file {str(path)!r} {fault}: {exc}"
         raise ConfigError(message) from exc
     if not isinstance(data, dict):
         message = f"recipe file {str(path)!r} holds a {type(data).__name__}; it must be a mapping of keys"

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from powertrain.weights.boxes import Box, Entry, Manifest
-from powertrain.weights.plan import TransferPlan, plan_transfer
-from powertrain.weights.update import Meter, TransferReport, Update
-from powertrain.weights.version import VersionCounter, WeightVersion
-
-__all__ = [
-    "Box",
-    "Entry",
-    "Manifest",
-    "Meter",
-    "TransferPlan",
-    "TransferReport",
-    "Update",
-    "VersionCounter",
-    "WeightVersion",
-    "plan_transfer",
-]
+from powertrain.weights.boxes import Box as Box
+from powertrain.weights.boxes import Entry as Entry
+from powertrain.weights.boxes import Manifest as Manifest
+from powertrain.weights.plan import TransferPlan as TransferPlan
+from powertrain.weights.plan import plan_transfer as plan_transfer
+from powertrain.weights.update import Meter as Meter
+from powertrain.weights.update import TransferReport as TransferReport
+from powertrain.weights.update import Update as Update
+from powertrain.weights.version import VersionCounter as VersionCounter
+from powertrain.weights.version import WeightVersion as WeightVersion

@@ -8,25 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import field
 from math import prod
-from typing import Any
+from typing import Any, Final
 
 from powertrain.errors import ConfigError
 from powertrain.interfaces.wire import record
 
-ITEM_SIZE: Mapping[str, int] = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
+_DTYPES: Final = {
+    8: ("float64", "int64"),
+    4: ("float32", "int32"),
+    2: ("bfloat16", "float16", "int16"),
+    1: ("float8_e4m3fn", "float8_e5m2", "int8", "uint8", "bool"),
 }
+ITEM_SIZE: Final[Mapping[str, int]] = {name: size for size, names in _DTYPES.items() for name in names}
 """Bytes of one element by torch's dtype name."""
 
 
@@ -80,11 +73,6 @@ class Entry:
             )
             raise ConfigError(message)
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return prod(self.shape) * ITEM_SIZE[self.dtype]
-
 
 @record(kw_only=False)
 class Manifest:
@@ -114,8 +102,3 @@ class Manifest:
     def by_name(self) -> dict[str, Entry]:
         """Return the entries by name."""
         return {entry.name: entry for entry in self.entries}
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all whole tensors, each counted once."""
-        return sum(entry.bytes for entry in self.entries)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from powertrain.interfaces.transfer import EngineHandle, Transfer
 
 
-async def _each(handles: Sequence[EngineHandle], method: str, *args: Any, deadline: float) -> list[list[Any]]:
+async def _each(handles: Sequence[EngineHandle], method: str, *args: Any, deadline: float) -> None:
     """Call every engine at once, wait for all of them, then raise the first fault: none is left running behind."""
     answers = await asyncio.gather(
         *(handle.call(method, *args, deadline=deadline) for handle in handles), return_exceptions=True
@@ -25,7 +25,6 @@ async def _each(handles: Sequence[EngineHandle], method: str, *args: Any, deadli
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer
-    return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
 async def run_update(transfer: Transfer, update: Update, *, deadline: float, pause_mode: str) -> TransferReport:
@@ -58,7 +57,7 @@ async def run_update(transfer: Transfer, update: Update, *, deadline: float, pau
             f"update to weight version {update.version} over {transfer.name!r} failed in phase {meter.current!r}: {exc}"
             + (f"; unfit until the next update: {', '.join(unfit)}" if unfit else "; every engine kept its old version")
         )
-        raise TransferError(message, phase=meter.current, unfit=unfit) from exc
+        raise TransferError(message, phase=meter.current, unfit=tuple(unfit)) from exc
     return TransferReport(
         transfer=transfer.name,
         version=update.version,

@@ -37,41 +37,34 @@ class WeightVersion:
 
 
 class VersionCounter:
-    """Hands out versions. With a file, numbers are reserved on disk before use, so a killed run never repeats one.
+    """Hands out versions. Numbers are reserved in the file before use, so a killed run never repeats one.
 
     Opening the file begins a new incarnation. Used by the driver alone.
     """
 
-    def __init__(self, file: str | os.PathLike[str] | None = None) -> None:
-        self._file = Path(file) if file is not None else None
-        incarnation, counter = self._read()
-        self._last = WeightVersion(incarnation + 1, counter)
-        self._write(self._last)
+    def __init__(self, file: str | os.PathLike[str]) -> None:
+        self._file = Path(file)
+        last = self._read()
+        self._last = self._reserved(WeightVersion(last.incarnation + 1, last.counter))
 
     def next(self) -> WeightVersion:
         """Reserve and return a version that was never handed out before."""
-        version = WeightVersion(self._last.incarnation, self._last.counter + 1)
-        self._write(version)
-        self._last = version
-        return version
+        self._last = self._reserved(WeightVersion(self._last.incarnation, self._last.counter + 1))
+        return self._last
 
-    def _read(self) -> tuple[int, int]:
-        if self._file is None or not self._file.exists():
-            return 0, 0
-        text = self._file.read_text().strip()
+    def _read(self) -> WeightVersion:
+        text = self._file.read_text().strip() if self._file.exists() else "0.0"
         try:
-            version = WeightVersion.parse(text)
+            return WeightVersion.parse(text)
         except ConfigError as exc:
             message = f"{self._file} holds {text!r} in place of a weight version; restore or delete the run folder"
             raise CheckpointError(message) from exc
-        return version.incarnation, version.counter
 
-    def _write(self, version: WeightVersion) -> None:
-        if self._file is None:
-            return
+    def _reserved(self, version: WeightVersion) -> WeightVersion:
         part = self._file.with_name(self._file.name + ".part")
         with part.open("w") as stream:
             stream.write(f"{version}\n")
             stream.flush()
             os.fsync(stream.fileno())
         part.replace(self._file)
+        return version
