@@ -10,6 +10,9 @@ import argparse
 from typing import Final
 
 from powertrain.cli.run import allow_mixed, carry_on, start_again
+from powertrain.registry import Registry
+from powertrain.run.config import load_config
+from powertrain.run.folder import RunFolder
 
 FIXED: Final = ("recipe", "model", "seed", "lora", "name", "runs", "base")
 """Keys that a resumed run keeps."""
@@ -24,10 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Resume the run; returns the exit status."""
-    from powertrain.registry import Registry
-    from powertrain.run.config import load_config
-    from powertrain.run.folder import RunFolder
-
     registry = Registry()
     config = load_config(RunFolder.check(args.folder) / "config.yaml", args.overrides, registry=registry, fixed=FIXED)
     start_again(config, registry)

@@ -15,14 +15,14 @@ import os
 import signal
 import sys
 import traceback
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from powertrain.errors import ConfigError, PowertrainError
-
-if TYPE_CHECKING:
-    from powertrain.registry import Registry
-    from powertrain.run.config import RunConfig
-    from powertrain.run.folder import RunFolder
+from powertrain.registry import Registry
+from powertrain.run.config import RunConfig, load_config
+from powertrain.run.context import carry_out
+from powertrain.run.folder import RunFolder
+from powertrain.run.placement import describe, inline_environment
 
 AGAIN: Final = "POWERTRAIN_STARTED_AGAIN"
 
@@ -49,15 +49,9 @@ def allow_mixed(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Run the recipe file; returns the exit status."""
-    from powertrain.registry import Registry
-    from powertrain.run.config import load_config
-    from powertrain.run.folder import RunFolder
-
     registry = Registry()
     config = load_config(args.recipe, args.overrides, registry=registry)
     if args.dry_run:
-        from powertrain.run.placement import describe
-
         sys.stdout.write(config.dump() + "\n" + describe(config, registry))
         return 0
     start_again(config, registry)
@@ -74,8 +68,6 @@ def start_again(config: RunConfig, registry: Registry) -> None:
 
     Called before anything is made. An environment that is right already is not made again.
     """
-    from powertrain.run.placement import inline_environment
-
     if os.environ.pop(AGAIN, None) or sys.argv[1:2] not in (["run"], ["resume"]):
         return  # started again already, or `main` was called from another program, which is not ours to replace
     wanted = inline_environment(config, registry, os.environ)
@@ -87,8 +79,6 @@ def start_again(config: RunConfig, registry: Registry) -> None:
 
 def carry_on(config: RunConfig, folder: RunFolder, registry: Registry, *, resumed: bool) -> int:
     """Carry a run out in its folder; Ctrl-C and SIGTERM close all engines; all ends say how to go on."""
-    from powertrain.run.context import carry_out
-
     # Progress bars of the libraries inside the engines would tear the run's own display; read when they are imported.
     os.environ.setdefault("TQDM_DISABLE", "1")
     before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))

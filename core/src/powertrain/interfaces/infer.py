@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Final, Self
+from typing import ClassVar, Final, Self
 
+from powertrain.interfaces.build import EngineSpec
+from powertrain.interfaces.data import GenerateRequest, GenerateResult
 from powertrain.interfaces.state import Rule, Stateful
-
-if TYPE_CHECKING:
-    from powertrain.interfaces.build import EngineSpec
-    from powertrain.interfaces.data import GenerateRequest, GenerateResult
-    from powertrain.interfaces.weights import WeightSink
+from powertrain.interfaces.weights import WeightSink
 
 PAUSE_MODES: Final = ("abort", "wait", "keep")
 """abort: requests in flight end now with finish "abort" and what they have; wait: they finish first; keep: they freeze

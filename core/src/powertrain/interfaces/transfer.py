@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from powertrain.weights import Manifest, TransferPlan, TransferReport, Update
+from powertrain.weights import Manifest, TransferPlan, TransferReport, Update
 
 
 class EngineHandle(Protocol):

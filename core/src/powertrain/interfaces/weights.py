@@ -5,10 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from powertrain.weights import Manifest, Update
+from powertrain.weights import Manifest, Update
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ def record(*, kw_only: bool = True, order: bool = False) -> Callable[[type], Any
     """
 
     def make(cls: type) -> Any:
-        tuples = [name for name, kind in cls.__annotations__.items() if kind.startswith("tuple[")]
+        tuples = [name for name, kind in cls.__annotations__.items() if str(kind).startswith("tuple[")]
         check = cls.__dict__.get("__post_init__")
 
         def post_init(self: Any) -> None:

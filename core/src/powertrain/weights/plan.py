@@ -6,7 +6,9 @@ are packed into buckets of bounded size; sinks read the parts of blocks that fal
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from math import prod
 
 from powertrain.errors import ConfigError, Violations
@@ -77,13 +79,12 @@ class TransferPlan:
 
     def pairs(self) -> dict[tuple[int, int, int], int]:
         """Return bytes by (source rank, sink engine, sink rank)."""
-        table: dict[tuple[int, int, int], int] = {}
-        for e, engine in enumerate(self.reads):
-            for r, reads in enumerate(engine):
+        table: Counter[tuple[int, int, int]] = Counter()
+        for number, engine in enumerate(self.reads):
+            for rank, reads in enumerate(engine):
                 for read in reads:
-                    key = (read.block.rank, e, r)
-                    table[key] = table.get(key, 0) + read.bytes
-        return table
+                    table[read.block.rank, number, rank] += read.bytes
+        return dict(table)
 
 
 def plan_transfer(
@@ -110,15 +111,14 @@ def plan_transfer(
     owned = _owned(sources) if not problems else {}
     wanted = [[_matched(sources[0], sink, problems) for sink in engine] for engine in engines]
     if not problems:
-        for engine in wanted:
-            for boxes in engine:
-                problems += [p for name, (own, dest) in boxes.items() for p in _uncovered(name, dest, owned[own])]
+        for boxes in chain.from_iterable(wanted):
+            problems += [p for name, (own, dest) in boxes.items() for p in _uncovered(name, dest, owned[own])]
     if problems:
         raise Violations(list(dict.fromkeys(problems)), heading="the weights of both sides do not fit together:")
     blocks, sizes = _pack(offered, owned, bucket_bytes)
-    table: dict[str, list[Block]] = {}
+    table: defaultdict[str, list[Block]] = defaultdict(list)
     for block in blocks:
-        table.setdefault(block.name, []).append(block)
+        table[block.name].append(block)
     reads = tuple(tuple(_reads(boxes, table) for boxes in engine) for engine in wanted)
     return TransferPlan(sources[0].kind, tuple(blocks), reads, tuple(sizes))
 
@@ -138,11 +138,10 @@ def _matched(source: Manifest, sink: Manifest, problems: list[str]) -> dict[str,
         return {e.name: (e.name, [((0,) * len(e.shape), e.shape)]) for e in source}
     offered, aliases = source.by_name(), _names_of(sink)
     matched: dict[str, tuple[str, list[Range]]] = {}
-    taken: dict[str, str] = {}
+    taken: set[str] = set()
     for entry in sink:
         found = list(dict.fromkeys(n for n in (source.tied.get(a, a) for a in aliases[entry.name]) if n in offered))
-        for name in found:
-            taken.setdefault(name, entry.name)
+        taken.update(found)
         if len(found) > 1:
             problems.append(f"{' and '.join(found)} would both be written to {entry.name}, which the receiver has tied")
         elif found:
@@ -184,14 +183,14 @@ def _owned(sources: Sequence[Manifest]) -> dict[str, list[tuple[Range, Box, int]
             for box in entry.boxes:
                 if box.elements:
                     holders[entry.name].setdefault((box.start, box.size), []).append((source.rank, box))
-    load: dict[int, int] = {}
+    load: Counter[int] = Counter()
     owned: dict[str, list[tuple[Range, Box, int]]] = {name: [] for name in holders}
     for name, places in holders.items():
         for place in sorted(places):
-            rank, box = min(places[place], key=lambda held: (load.get(held[0], 0), held[0]))
+            rank, box = min(places[place], key=lambda held: (load[held[0]], held[0]))
             for left in left_of(place, [part for part, _, _ in owned[name]]):
                 owned[name].append((left, box, rank))
-                load[rank] = load.get(rank, 0) + prod(left[1])
+                load[rank] += prod(left[1])
     return owned
 
 

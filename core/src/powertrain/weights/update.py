@@ -44,13 +44,11 @@ class TransferReport:
 
     def metrics(self) -> dict[str, float]:
         """Return the report as flat numbers for `metrics.jsonl`."""
-        rate = self.bytes / self.total_seconds / 1e9 if self.total_seconds > 0 else 0.0
-        flat = {f"transfer/{phase}_s": self.seconds.get(phase, 0.0) for phase in PHASES}
         return {
-            **flat,
+            **{f"transfer/{phase}_s": seconds for phase, seconds in self.seconds.items()},
             "transfer/total_s": self.total_seconds,
             "transfer/bytes": float(self.bytes),
-            "transfer/gb_per_s": rate,
+            "transfer/gb_per_s": self.bytes / 1e9 / max(self.total_seconds, 1e-9),
         }
 
 
