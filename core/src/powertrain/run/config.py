@@ -7,7 +7,7 @@ Everything is resolved before anything starts: no engine is imported, and all fa
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +19,7 @@ from powertrain.layout.parts import PART_OPTIONS
 from powertrain.options import collect, nearest, resolve
 from powertrain.registry import Registry
 from powertrain.run.options import CORE_OPTIONS, GROUPS, SCHEDULE_OPTIONS
-from powertrain.run.recipe_file import read_words, read_yaml, write_yaml
+from powertrain.run.recipe_file import lay_over, read_yaml, write_yaml
 from powertrain.specs import RecipeSpec
 
 _REQUIRED: Final = ("recipe", "engines", "model")
@@ -83,7 +83,7 @@ class RunConfig:
 
 
 def load_config(
-    file: str | Path, overrides: Sequence[str] = (), *, registry: Registry | None = None, fixed: Iterable[str] = ()
+    file: str | Path, overrides: Sequence[str] = (), *, registry: Registry | None = None, fixed: Sequence[str] = ()
 ) -> RunConfig:
     """Read a recipe file, lay `key=value` words over it and resolve the result.
 
@@ -92,32 +92,13 @@ def load_config(
     """
     path = Path(file)
     data = read_yaml(path)
-    words, problems = read_words(overrides)
-    problems += [
-        f"{'.'.join(keys)!r} cannot be changed in a run that has begun" for keys, _ in words if keys[0] in set(fixed)
-    ]
-    for keys, value in words:
-        problems += _lay_over(data, keys, value)
+    problems = lay_over(data, overrides, fixed=fixed)
     if problems:
         raise Violations(problems)
     for key, default in (("base", str(path.absolute().parent)), ("name", path.stem)):
         if data.get(key) is None:
             data[key] = default
     return resolve_config(data, registry=registry)
-
-
-def _lay_over(data: dict[str, Any], keys: Sequence[str], value: Any) -> list[str]:
-    """Set a dotted key in place, making the mappings on its way; returns faults."""
-    table = data
-    for depth, key in enumerate(keys[:-1], start=1):
-        below = table.get(key)
-        if below is None:
-            below = table[key] = {}
-        if not isinstance(below, dict):
-            return [f"{'.'.join(keys)!r}: {'.'.join(keys[:depth])!r} is {below!r} and holds no keys"]
-        table = below
-    table[keys[-1]] = value
-    return []
 
 
 def resolve_config(data: Mapping[str, Any], *, registry: Registry | None = None) -> RunConfig:

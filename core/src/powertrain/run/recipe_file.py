@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,25 +53,41 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return data
 
 
-def read_words(words: Iterable[str]) -> tuple[list[tuple[list[str], Any]], list[str]]:
-    """Split `a.b=value` words into key paths and YAML-typed values (text under `env`); returns them and the faults."""
+def lay_over(data: dict[str, Any], words: Iterable[str], *, fixed: Container[str] = ()) -> list[str]:
+    """Lay `a.b=value` words over a mapping, YAML-typed (text under `env`); returns the faults. fixed: keys to keep."""
     import yaml
 
-    found: list[tuple[list[str], Any]] = []
     problems: list[str] = []
     for word in words:
         key, equals, text = word.partition("=")
-        keys = key.split(".") if not key.startswith("env.") else ["env", key.removeprefix("env.")]
-        if not equals or not all(keys):
-            problems.append(f"{word!r} is not of the form key=value")
-            continue
+        in_env = key.startswith("env.")
+        keys = ["env", key.removeprefix("env.")] if in_env else key.split(".")
         try:
-            value = text if keys[0] == "env" and len(keys) > 1 else _loader(text)
+            value = text if in_env else _loader(text)
         except yaml.YAMLError as exc:
             problems.append(f"the value of {key!r} is not YAML: {text!r} ({str(exc).splitlines()[0]}); quote it")
             continue
-        found.append((keys, value))
-    return found, problems
+        if not equals or not all(keys):
+            problems.append(f"{word!r} is not of the form key=value")
+        elif keys[0] in fixed:
+            problems.append(f"{key!r} cannot be changed in a run that has begun")
+        else:
+            problems += _set(data, keys, value)
+    return problems
+
+
+def _set(data: dict[str, Any], keys: Sequence[str], value: Any) -> list[str]:
+    """Set a nested key in place, making the mappings on its way; returns faults."""
+    table = data
+    for depth, key in enumerate(keys[:-1], start=1):
+        below = table.get(key)
+        if below is None:
+            below = table[key] = {}
+        if not isinstance(below, dict):
+            return [f"{'.'.join(keys)!r}: {'.'.join(keys[:depth])!r} is {below!r} and holds no keys"]
+        table = below
+    table[keys[-1]] = value
+    return []
 
 
 def write_yaml(data: Mapping[str, Any]) -> str:
