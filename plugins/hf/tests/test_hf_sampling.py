@@ -70,6 +70,31 @@ def test_token_without_probability_is_never_drawn():
         assert sample(logits, uniform=torch.tensor([u], dtype=torch.float64))[0].item() == 1
 
 
+@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.8, 0), (1.0, 1000)])
+def test_logprobs_over_a_whole_vocabulary_are_not_off_to_one_side(temperature, top_k):
+    torch.manual_seed(3)
+    logits = torch.randn(64, 49152) * 4
+    logits[:, 7] = logits.amax(-1) + 3
+    tokens, logprobs, plain = sample(logits, temperature, top_k)
+    exact = (logits.double() / temperature).log_softmax(-1)
+    if top_k:
+        kept = exact.topk(top_k).values
+        exact = exact - kept.logsumexp(-1, keepdim=True)
+    error = logprobs.double() - exact.gather(1, tokens[:, None])[:, 0]
+    assert error.abs().max() < 1.5e-6  # of the result's own rounding
+    assert error.mean().abs() < 1e-7
+    error = plain.double() - logits.double().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    assert error.abs().max() < 1.5e-6
+    assert error.mean().abs() < 1e-7
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1e-38, 0, 1.0), (1e-38, 2, 0.5), (1e-4, 0, 0.9)])
+def test_tiny_temperature_is_all_but_greedy(temperature, top_k, top_p):
+    logits = torch.tensor([[20.0, 23.0, 21.0, -torch.inf]])
+    tokens, logprobs, _ = sample(logits, temperature, top_k, top_p)
+    assert (tokens.item(), logprobs.item()) == (1, 0.0)
+
+
 def test_uniforms_are_even_and_independent():
     keys = np.array([row_key(7, f"r{i}", s) for i in range(100) for s in range(10)], dtype=np.uint64)
     table = np.stack([uniforms(keys, np.full(len(keys), p, dtype=np.uint64)) for p in range(20)])

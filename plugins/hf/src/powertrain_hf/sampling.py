@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+_ONE = 2.0**60
+"""Probability 1 in fixed point: what a float32 probability of 2**-36 or more holds is kept to its last bit."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
@@ -45,38 +47,38 @@ def draw(
     Returns tokens int64 [R], and float32 [R] their log-probs under the distribution they were drawn from (0 for a
     greedy row, whose distribution is one point) and under temperature 1 with nothing cut off.
     """
-    plain = logits.log_softmax(-1)
+    # Sums of exponentials are taken in float64: float32's log_softmax is off by 1e-5, to one side, over a vocabulary.
+    # Heights below the peak stay finite at every temperature above 0.
+    height = logits - logits.amax(-1, keepdim=True)
     greedy = temperature == 0
     heat = torch.where(greedy, 1.0, temperature)
     cut = ((top_k > 0) | (top_p < 1)) & ~greedy
-    shaped = plain
-    if bool((heat != 1).any()):
-        shaped = (logits / heat[:, None]).log_softmax(-1)
+    shaped = height / heat[:, None] if bool((heat != 1).any()) else height
+    weights = shaped.exp()
     if bool(cut.any()):
         rows = cut.nonzero()[:, 0]
-        shaped = shaped.clone() if shaped is plain else shaped
-        shaped[rows] = _cut(shaped[rows], top_k[rows], top_p[rows])
-    # Token ids in order, in float64: rounding of the sum moves a border by far less than that of the logits does.
-    total = shaped.exp().to(torch.float64).cumsum(-1)
-    tokens = torch.searchsorted(total, (uniform * total[:, -1])[:, None], right=True)[:, 0].clamp_(
-        max=logits.shape[1] - 1
-    )
+        weights[rows] = _cut(shaped[rows], top_k[rows], top_p[rows])
+    total = weights.to(torch.float64).cumsum(-1)  # in the order of token ids
+    mass = total[:, -1:].clone()
+    tokens = torch.searchsorted(total, uniform[:, None] * mass, right=True).clamp_(max=logits.shape[1] - 1)
     if bool(greedy.any()):
-        tokens = torch.where(greedy, logits.argmax(-1), tokens)
-    index = tokens[:, None]
-    logprobs = torch.where(greedy, 0.0, shaped.gather(1, index)[:, 0])
-    return tokens, logprobs, plain.gather(1, index)[:, 0]
+        tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
+    drawn = shaped.gather(1, tokens) - mass.log()
+    plain = drawn
+    if shaped is not height or bool(cut.any()):
+        plain = height.gather(1, tokens) - height.exp().sum(-1, keepdim=True, dtype=torch.float64).log()
+    logprobs = torch.where(greedy[:, None], 0.0, drawn)
+    return tokens[:, 0], logprobs[:, 0].float(), plain[:, 0].float()
 
 
-def _cut(logprobs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the top_k likeliest tokens, then of those the fewest that together reach top_p; normalised again."""
-    ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(logprobs.shape[1], device=logprobs.device)
-    limit = torch.where(top_k > 0, top_k, logprobs.shape[1])
-    ordered = ordered.masked_fill(rank >= limit[:, None], -torch.inf).log_softmax(-1)
-    probs = ordered.exp()
-    before = probs.cumsum(-1) - probs
-    off = (before >= top_p[:, None]) & (top_p < 1)[:, None]
+def _cut(shaped: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Return exp(shaped) of the top_k likeliest tokens, and of those of the fewest that reach top_p; 0 elsewhere."""
+    ordered, order = shaped.sort(dim=-1, descending=True, stable=True)
+    weights = ordered.exp()
+    rank = torch.arange(shaped.shape[1], device=shaped.device)
+    limit = torch.where(top_k > 0, top_k, shaped.shape[1])
+    weights.masked_fill_(rank >= limit[:, None], 0.0)
+    reached = weights.to(torch.float64).cumsum(-1)
+    off = (reached - weights >= top_p.double()[:, None] * reached[:, -1:]) & (top_p < 1)[:, None]
     off[:, 0] = False
-    ordered = ordered.masked_fill(off, -torch.inf).log_softmax(-1)
-    return torch.empty_like(logprobs).scatter_(1, order, ordered)
+    return torch.empty_like(shaped).scatter_(1, order, weights.masked_fill_(off, 0.0))
