@@ -44,7 +44,8 @@ def join(driver):
 
     def make(greeting, **invitation):
         inbox = queue.SimpleQueue()
-        worker = WorkerChannel({**driver.invitation, **invitation}, greeting, lambda *message: inbox.put(message))
+        worker = WorkerChannel({**driver.invitation, **invitation}, lambda *message: inbox.put(message))
+        worker.begin(greeting)
         worker.inbox = inbox
         joined.append(worker)
         return worker

@@ -8,22 +8,23 @@ import os
 
 import numpy as np
 import pytest
+import pytest_asyncio
 
 from powertrain.errors import ConfigError, DeadlineError, StateError, TransferError, UnfitError, WorkerError
 from powertrain.interfaces.data import TrainBatch
 from powertrain.weights import WeightVersion
 
-
-@pytest.fixture
-async def train(make_driver, where):
-    async with make_driver("toytrain:d1", inline=where) as driver:
-        yield driver.train["toytrain"]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest.fixture
-async def infer(make_driver, where):
-    async with make_driver("toyinfer:d1", inline=where) as driver:
-        yield driver.infer["toyinfer"]
+@pytest_asyncio.fixture(loop_scope="module")
+async def train(shared, where):
+    return (await shared("toytrain:d1", where)).train["toytrain"]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def infer(shared, where):
+    return (await shared("toyinfer:d1", where)).infer["toyinfer"]
 
 
 async def fact(client, name):

@@ -3,87 +3,85 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 
 import pytest
+import pytest_asyncio
 
 from powertrain.errors import ConfigError, DeadlineError, WorkerError
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-@contextlib.asynccontextmanager
-async def two_ranks(make_driver, **kwargs):
-    async with make_driver("toytrain:d2", **kwargs) as driver:
-        yield driver.train["toytrain"]
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def train(shared):
+    """Two ranks."""
+    return (await shared("toytrain:d2")).train["toytrain"]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def pool(shared):
+    """Two engines of one rank."""
+    return (await shared("toyinfer:d2", "never")).infer["toyinfer"]
 
 
 async def facts(client, name):
     return [facts[name] for facts in await client.health()]
 
 
-async def test_every_rank_gets_the_command_and_its_place(make_driver, batch, order):
-    async with two_ranks(make_driver) as train:
-        assert (await train.train_step(batch, order("ok"))).step == 1
-        assert await facts(train, "steps") == [["ok"], ["ok"]]
-        first, second = await facts(train, "place")
-        assert (first[:2], second[:2], first[2] == second[2] != "") == ([0, 2], [1, 2], True)
-        ranks = await facts(train, "rank_env")
-        assert [env["RANK"] for env in ranks] == ["0", "1"]
-        assert {env["WORLD_SIZE"] for env in ranks} == {"2"}
-        assert first[2] == f"127.0.0.1:{ranks[0]['MASTER_PORT']}"
+async def test_every_rank_gets_the_command_and_its_place(train, batch, order):
+    assert (await train.train_step(batch, order("ok"))).step == 1
+    assert await facts(train, "steps") == [["ok"], ["ok"]]
+    first, second = await facts(train, "place")
+    assert (first[:2], second[:2], first[2] == second[2] != "") == ([0, 2], [1, 2], True)
+    ranks = await facts(train, "rank_env")
+    assert [env["RANK"] for env in ranks] == ["0", "1"]
+    assert {env["WORLD_SIZE"] for env in ranks} == {"2"}
+    assert first[2] == f"127.0.0.1:{ranks[0]['MASTER_PORT']}"
 
 
-async def test_one_rank_failing_fails_the_call_at_once_while_the_other_is_stuck(make_driver, batch, order, monkeypatch):
+async def test_one_rank_failing_fails_the_call_at_once_while_the_other_is_stuck(train, batch, order, monkeypatch):
     monkeypatch.setattr("powertrain.runtime.handles.ERROR_GRACE", 0.1)
-    async with two_ranks(make_driver) as train:
-        with pytest.raises(WorkerError, match="toytrain rank 1: KeyError") as caught:
-            await train.train_step(batch, order("break", rank=1, stuck=60))
-        assert caught.value.rank == 1
-        with pytest.raises(
-            WorkerError, match="not usable any more: 'train_step' failed on rank 1 where rank 0 did not"
-        ):
-            await train.logprobs(batch)
+    with pytest.raises(WorkerError, match="toytrain rank 1: KeyError") as caught:
+        await train.train_step(batch, order("break", rank=1, stuck=60))
+    assert caught.value.rank == 1
+    with pytest.raises(WorkerError, match="not usable any more: 'train_step' failed on rank 1 where rank 0 did not"):
+        await train.logprobs(batch)
 
 
-async def test_a_refusal_by_all_ranks_alike_leaves_the_engine_usable(make_driver, batch, order):
-    async with two_ranks(make_driver) as train:
-        with pytest.raises(ConfigError, match="toytrain rank 0: rank 0 refuses"):
-            await train.train_step(batch, order("refuse"))
-        assert (await train.train_step(batch, order("ok"))).step == 1
+async def test_a_refusal_by_all_ranks_alike_leaves_the_engine_usable(train, batch, order):
+    with pytest.raises(ConfigError, match="toytrain rank 0: rank 0 refuses"):
+        await train.train_step(batch, order("refuse"))
+    assert (await train.train_step(batch, order("ok"))).step == 1
 
 
-async def test_ranks_that_differ_fail_the_engine(make_driver, batch, order):
-    async with two_ranks(make_driver) as train:
-        with pytest.raises(WorkerError, match="rank 0: KeyError"):
-            await train.train_step(batch, order("break", rank=0))
-        with pytest.raises(WorkerError, match="failed on rank 0 where the other ranks did not"):
-            await train.train_step(batch, order("ok"))
+async def test_ranks_that_differ_fail_the_engine(train, batch, order):
+    with pytest.raises(WorkerError, match="rank 0: KeyError"):
+        await train.train_step(batch, order("break", rank=0))
+    with pytest.raises(WorkerError, match="failed on rank 0 where the other ranks did not"):
+        await train.train_step(batch, order("ok"))
 
 
-async def test_a_deadline_names_the_silent_ranks(make_driver, batch, order):
-    async with two_ranks(make_driver) as train:
-        with pytest.raises(DeadlineError, match=r"toytrain rank 1 did not answer 'train_step' within 0\.2 s"):
-            await train.handle.call("train_step", batch, order("sleep", rank=1, seconds=0.5), deadline=0.2)
+async def test_a_deadline_names_the_silent_ranks(train, batch, order):
+    with pytest.raises(DeadlineError, match=r"toytrain rank 1 did not answer 'train_step' within 0\.2 s"):
+        await train.handle.call("train_step", batch, order("sleep", rank=1, seconds=0.5), deadline=0.2)
 
 
-async def test_a_dead_rank_is_told_with_exit_and_the_end_of_its_log(make_driver, batch, order):
-    async with two_ranks(make_driver) as train:
-        with pytest.raises(WorkerError, match=r"(?s)toytrain rank 1 .*signal 9.*last words before the end") as caught:
-            await train.train_step(batch, order("die", rank=1))
-        assert "last words" in caught.value.log
-        with pytest.raises(WorkerError, match="not usable any more: toytrain rank 1"):
-            await train.train_step(batch, order("ok"))
+async def test_a_dead_rank_is_told_with_exit_and_the_end_of_its_log(train, batch, order):
+    with pytest.raises(WorkerError, match=r"(?s)toytrain rank 1 .*signal 9.*last words before the end") as caught:
+        await train.train_step(batch, order("die", rank=1))
+    assert "last words" in caught.value.log
+    with pytest.raises(WorkerError, match="not usable any more: toytrain rank 1"):
+        await train.train_step(batch, order("ok"))
 
 
-async def test_a_request_to_an_engine_that_died_raises_and_the_others_go_on(make_driver, ask):
-    async with make_driver("toyinfer:d2") as driver:
-        pool = driver.infer["toyinfer"]
-        with pytest.raises(WorkerError, match=r"toyinfer/0 rank 0 .*signal 9"):
-            await pool.handles[0].call("generate", ask("die"), deadline=10.0)
-        with pytest.raises(WorkerError, match="'toyinfer/0' is not usable any more"):
-            await pool.handles[0].call("generate", ask(), deadline=10.0)
-        assert (await pool.handles[1].call("generate", ask(), deadline=10.0))[0].request_id == "r@1"
+async def test_a_request_to_an_engine_that_died_raises_and_the_others_go_on(pool, ask):
+    with pytest.raises(WorkerError, match=r"toyinfer/0 rank 0 .*signal 9"):
+        await pool.handles[0].call("generate", ask("die"), deadline=10.0)
+    with pytest.raises(WorkerError, match="'toyinfer/0' is not usable any more"):
+        await pool.handles[0].call("generate", ask(), deadline=10.0)
+    assert (await pool.handles[1].call("generate", ask(), deadline=10.0))[0].request_id == "r@1"
 
 
 async def test_a_worker_killed_from_outside_fails_what_is_outstanding(make_driver, ask):
@@ -116,32 +114,26 @@ async def test_an_interpreter_without_powertrain_dies_with_its_log_shown(make_dr
         await driver.start()
 
 
-async def test_batches_are_dealt_by_position_and_come_back_in_order(make_driver, ask):
-    async with make_driver("toyinfer:d2") as driver:
-        pool = driver.infer["toyinfer"]
-        answers = await pool.generate_batch([ask(f"q{i}") for i in range(5)])
-        assert [answer.request_id for answer in answers] == ["q0@0", "q1@1", "q2@0", "q3@1", "q4@0"]
-        assert await facts(pool, "batches") == [[["q0", "q2", "q4"]], [["q1", "q3"]]]
-        assert await pool.generate_batch([]) == []
+async def test_batches_are_dealt_by_position_and_come_back_in_order(pool, ask):
+    answers = await pool.generate_batch([ask(f"q{i}") for i in range(5)])
+    assert [answer.request_id for answer in answers] == ["q0@0", "q1@1", "q2@0", "q3@1", "q4@0"]
+    assert await facts(pool, "batches") == [[["q0", "q2", "q4"]], [["q1", "q3"]]]
+    assert await pool.generate_batch([]) == []
 
 
-async def test_single_requests_go_to_the_least_loaded_engine(make_driver, ask):
-    async with make_driver("toyinfer:d2") as driver:
-        pool = driver.infer["toyinfer"]
-        long = asyncio.ensure_future(pool.generate(ask("sleep")))
-        await asyncio.sleep(0)
-        answers = [(await pool.generate(ask(f"q{i}"))).request_id for i in range(3)]
-        long.cancel()
-        assert answers == ["q0@1", "q1@1", "q2@1"]
+async def test_single_requests_go_to_the_least_loaded_engine(pool, ask):
+    long = asyncio.ensure_future(pool.generate(ask("sleep")))
+    await asyncio.sleep(0)
+    answers = [(await pool.generate(ask(f"q{i}"))).request_id for i in range(3)]
+    long.cancel()
+    assert answers == ["q0@1", "q1@1", "q2@1"]
 
 
-async def test_one_share_failing_cancels_the_others(make_driver, ask):
-    async with make_driver("toyinfer:d2") as driver:
-        pool = driver.infer["toyinfer"]
-        with pytest.raises(ConfigError, match="toyinfer/1 rank 0: refuse has 9 tokens"):
-            await pool.generate_batch([ask("sleep"), ask("refuse")])
-        await pool.generate_batch([ask("a"), ask("b")])
-        assert await facts(pool, "cancelled") == [["sleep"], []]
+async def test_one_share_failing_cancels_the_others(pool, ask):
+    with pytest.raises(ConfigError, match="toyinfer/1 rank 0: refuse has 9 tokens"):
+        await pool.generate_batch([ask("sleep"), ask("refuse")])
+    await pool.generate_batch([ask("a"), ask("b")])
+    assert await facts(pool, "cancelled") == [["sleep"], []]
 
 
 async def test_determinism_is_in_the_environment_before_the_worker_starts(make_driver):

@@ -99,19 +99,20 @@ class WorkerChannel(Channel):
     the driver has been silent for too long.
     """
 
-    def __init__(
-        self, invitation: Mapping[str, str], hello: Mapping[str, Any], received: Callable[[str, int, Any], object]
-    ) -> None:
+    def __init__(self, invitation: Mapping[str, str], received: Callable[[str, int, Any], object]) -> None:
         super().__init__(zmq.DEALER, invitation["token"])
         self._socket.connect(invitation["address"])
         self.prefix = invitation["prefix"]
         self._hand_on = received
         self._silent = 0
-        self._do(self._post, "hello", 0, wire.pack(hello))
+
+    def begin(self, hello: Mapping[str, Any]) -> None:
+        """Register with the driver, and listen to it from now on."""
+        self.send("hello", 0, wire.pack(hello))
         self._begin()
 
     def send(self, kind: str, number: int, frames: Sequence[bytes]) -> None:
-        """Send the `answer` to a call, or its `fault`."""
+        """Send a `hello`, the `answer` to a call, or its `fault`."""
         self._do(self._post, kind, number, frames)
 
     def _received(self, sender: bytes, kind: str, number: int, frames: list[bytes]) -> None:

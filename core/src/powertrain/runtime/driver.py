@@ -188,7 +188,7 @@ class Driver:
         for part in self.layout.parts:
             handles = [self.handles[plan.name] for plan in self.plans if plan.part.label == part.label]
             if part.role == "train":
-                self.train[part.label] = TrainClient(handles[0], self.timeouts)
+                self.train[part.label] = TrainClient(handles, self.timeouts)
             else:
                 self.infer[part.label] = InferPool(handles, self.timeouts)
 

@@ -42,13 +42,14 @@ class Worker:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
         self._host = EngineHost(config["name"], Registry())
+        self._channel = WorkerChannel(config, self._received)
         self._calls: dict[int, Future[Any]] = {}
         self._end: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
 
     def serve(self) -> int:
         """Return the exit status once there is nothing more to serve."""
         signal.signal(signal.SIGTERM, lambda *_: self._end.put((TERMINATED, "")))
-        self._channel = WorkerChannel(self._config, self._hello(), self._received)
+        self._channel.begin(self._hello())
         code, why = self._end.get()
         if why:
             _LOG.error("%s", why)
