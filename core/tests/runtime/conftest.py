@@ -18,7 +18,7 @@ from powertrain.registry import Registry
 from powertrain.runtime import wire
 from powertrain.runtime.driver import Driver
 
-DIST = Path(__file__).parent / "dist"
+DIST = Path(__file__).parent / "toy"
 
 
 @pytest.fixture(autouse=True, scope="module")

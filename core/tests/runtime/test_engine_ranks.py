@@ -130,8 +130,13 @@ async def test_single_requests_go_to_the_least_loaded_engine(pool, ask):
 
 
 async def test_one_share_failing_cancels_the_others(pool, ask):
+    await pool.handles[1].call("pause", "wait", deadline=10.0)
+    asked = asyncio.ensure_future(pool.generate_batch([ask("sleep"), ask("refuse")]))
+    while await facts(pool, "batches") != [[["sleep"]], [["refuse"]]]:
+        await asyncio.sleep(0.01)
+    await pool.handles[1].call("resume", None, deadline=10.0)
     with pytest.raises(ConfigError, match="toyinfer/1 rank 0: refuse has 9 tokens"):
-        await pool.generate_batch([ask("sleep"), ask("refuse")])
+        await asked
     await pool.generate_batch([ask("a"), ask("b")])
     assert await facts(pool, "cancelled") == [["sleep"], []]
 
