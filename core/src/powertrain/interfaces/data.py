@@ -217,7 +217,20 @@ def _faults(batch: TrainBatch) -> list[str]:
         (size, "sequences", {"prompt lengths": batch.prompt_lens, **of_sequences}),
     ):
         problems += [f"{len(v)} {name} for {number} {what}" for name, v in table.items() if len(v) != number]
-    return problems
+    return problems or _prompt_faults(batch)
+
+
+def _prompt_faults(batch: TrainBatch) -> list[str]:
+    """Return what is wrong with the prompts of a batch whose shapes fit: silently, nothing would be learned of it."""
+    import numpy as np
+
+    lengths = np.diff(batch.starts)
+    if len(long := np.flatnonzero(batch.prompt_lens > lengths)):
+        i = int(long[0])
+        return [f"sequence {i} has {lengths[i]} tokens and a prompt of {batch.prompt_lens[i]}"]
+    offsets = np.arange(len(batch.tokens)) - np.repeat(batch.starts[:-1], lengths)
+    count = np.count_nonzero(batch.weights[offsets < np.repeat(batch.prompt_lens, lengths)])
+    return [f"{count} prompt tokens have a weight, which the denominator would count; give them 0"] if count else []
 
 
 @record()
