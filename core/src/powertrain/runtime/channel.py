@@ -54,7 +54,8 @@ class Channel:
 
     def _begin(self) -> None:
         """Start to work; called once the socket is bound or connected."""
-        self._work = [self._thread.submit(self._receive()), self._thread.submit(self._tick_on())]
+        for work in (self._receive(), self._tick_on()):
+            self._thread.submit(work).add_done_callback(_tell_break)
 
     def _do(self, work: Callable[..., object], *args: Any) -> None:
         """Run `work` on the channel's thread, in order; here, once that has ended."""
@@ -300,6 +301,12 @@ class DriverChannel(Channel):
         _end(peer.greeting, error=error)
         for number in [number for number, call in self._calls.items() if peer.name in call.waiting]:
             self._settle(number, peer.name, error=error)
+
+
+def _tell_break(work: Future[Any]) -> None:
+    """Log why half of a channel stopped, unless that was `close`."""
+    if not work.cancelled() and (exc := work.exception()) is not None:
+        _LOG.error("the control channel broke", exc_info=exc)
 
 
 def _end(future: Future[Any], value: Any = None, error: BaseException | None = None) -> None:
