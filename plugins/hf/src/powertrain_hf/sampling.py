@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_ONE = 2.0**60
-"""Probability 1 in fixed point: what a float32 probability of 2**-36 or more holds is kept to its last bit."""
+_UNIT = 2.0**-42
+"""Resolution of running sums: weights of at most 1 stay within int64 up to a vocabulary of 2**21."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
@@ -58,7 +58,7 @@ def draw(
     if bool(cut.any()):
         rows = cut.nonzero()[:, 0]
         weights[rows] = _cut(shaped[rows], top_k[rows], top_p[rows])
-    total = weights.to(torch.float64).cumsum(-1)  # in the order of token ids
+    total = _cumulated(weights)  # in the order of token ids
     mass = total[:, -1:].clone()
     tokens = torch.searchsorted(total, uniform[:, None] * mass, right=True).clamp_(max=logits.shape[1] - 1)
     if bool(greedy.any()):
@@ -78,7 +78,16 @@ def _cut(shaped: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     rank = torch.arange(shaped.shape[1], device=shaped.device)
     limit = torch.where(top_k > 0, top_k, shaped.shape[1])
     weights.masked_fill_(rank >= limit[:, None], 0.0)
-    reached = weights.to(torch.float64).cumsum(-1)
+    reached = _cumulated(weights)
     off = (reached - weights >= top_p.double()[:, None] * reached[:, -1:]) & (top_p < 1)[:, None]
     off[:, 0] = False
     return torch.empty_like(shaped).scatter_(1, order, weights.masked_fill_(off, 0.0))
+
+
+def _cumulated(weights: Tensor) -> Tensor:
+    """Return float64 running sums [R, V] of weights from 0 to 1.
+
+    Added up as whole numbers of `_UNIT`, whose sum is the same in any order: a GPU's running sum of floats is not, and
+    torch refuses it where determinism is asked for.
+    """
+    return (weights.to(torch.float64) / _UNIT).round_().to(torch.int64).cumsum(-1).to(torch.float64) * _UNIT
