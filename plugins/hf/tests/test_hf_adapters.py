@@ -171,3 +171,13 @@ async def test_request_kept_over_an_adapter_update_stays_with_its_own(start, ada
     completion = (await task).completions[0]
     assert [(s.start, s.end, s.version) for s in completion.segments] == [(0, 8, "1.2")]
     assert close_to(model, completion)
+
+
+async def test_adapter_computes_in_the_dtype_of_the_model(start, adapters):
+    engine = await start(dtype="bfloat16")
+    for i in (2, 3):
+        await engine.load_adapter(f"policy-v1.{i}", str(adapters(i)[0]))
+    await engine.generate(request(adapter="policy-v1.3"))
+    added = {n: p.dtype for n, p in engine._machine._model.named_parameters() if ".lora_" in n}
+    assert added
+    assert set(added.values()) == {torch.bfloat16}
