@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -220,3 +221,14 @@ async def test_more_than_one_rank_is_refused(models):
     engine.prepare({})
     with pytest.raises(ConfigError, match="one rank, and this one was given 2"):
         await engine.build(EngineSpec(backend="hf", role="infer", model=models.folder(), place=RankSpec(world=2)))
+
+
+async def test_closed_engine_lets_go_of_its_model(start):
+    engine = await start()
+    await engine.generate(request())
+    model, sink = weakref.ref(engine._machine._model), engine.weights()
+    tensors = [weakref.ref(tensor) for tensor in sink.tensors().values()]
+    del sink
+    await engine.close()
+    assert model() is None
+    assert all(tensor() is None for tensor in tensors)

@@ -227,16 +227,17 @@ class BoxSink(WeightSink):
             message = f"weights have changed under version {self.version}; push first"
             raise StateError(message)
 
-    def unshare(self) -> None:
+    def unshare(self, *, copy: bool = True) -> None:
         """Give every storage memory of its own, so that nothing is written into the trainer's; before a copy or a move.
 
+        copy: False where the caller is about to move all storages to another device, which gives them new memory.
         Weights that have changed since they were published are neither the old nor a new version: unfit.
         """
         if self._shared is not None:
             if self._shared.changes() != self._changes:
                 self._intact = False
                 self._state = "unfit" if self._state == "steady" else self._state
-            for tensor in {id(t): t for t in self._tensors.values()}.values():
+            for tensor in {id(t): t for t in self._tensors.values()}.values() if copy else ():
                 tensor.data = tensor.detach().clone()
             self._shared = None
 

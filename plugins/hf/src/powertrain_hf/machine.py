@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -119,9 +120,10 @@ class Machine:
         self._move(self._device)
 
     def free(self) -> None:
-        """Let go of the model."""
+        """Let go of the model and of all that holds on to it; nothing else may be called afterwards."""
         self._decoders.clear()
-        self._model = None
+        del self._model, self._head, self.sink, self.adapters
+        gc.collect()
         if self._device != "cpu":
             torch.cuda.empty_cache()
 
@@ -129,7 +131,7 @@ class Machine:
         if self._device == "cpu":
             return
         with self._lock, torch.no_grad():
-            self.sink.unshare()
+            self.sink.unshare(copy=False)
             for tensor in [*self._model.parameters(), *self._model.buffers()]:
                 tensor.data = tensor.data.to(device)
         torch.cuda.empty_cache()
