@@ -14,7 +14,7 @@ def constant(record, text, tokens):
 
 
 def shuffled(record, text, tokens):
-    """Return the exact reward of another, randomly drawn completion of the last 128: the right rewards on the wrong samples."""
+    """Return the exact reward of another completion, drawn from the last 128: right rewards on wrong samples."""
     drawn = _DRAW.choice(_SEEN) if _SEEN else float(_DRAW.random() < 0.3)
     _SEEN.append(exact(record, text, tokens))
     del _SEEN[:-128]

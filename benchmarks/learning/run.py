@@ -104,7 +104,8 @@ def main():
             running.append((name, seed, *launch(name.replace(" ", "-"), seed, reward, args)))
         name, seed, process, folder = running.pop(0)
         if process.wait():
-            raise SystemExit(f"run {name!r} ended with {process.returncode}; see {folder}")
+            message = f"run {name!r} ended with {process.returncode}; see {folder}"
+            raise SystemExit(message)
         results.append(result_of(name, seed, folder))
         last = results[-1]
         print(
@@ -119,7 +120,8 @@ def main():
         "commit": commit.strip(),
         "command": " ".join(["benchmarks/learning/run.py", *sys.argv[1:]]),
         "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {args.parallel} runs at a time of {args.threads} threads",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "threads": f"{args.parallel} runs at a time, {args.threads} torch threads each",
         "versions": {name: importlib.metadata.version(name) for name in packages},
         "results": results,
     }
@@ -128,7 +130,9 @@ def main():
     draw(results, RESULTS / "learning.png")
     learnt = [row["rise_in_standard_errors"] >= 3 for row in results if row["name"].startswith("seed")]
     still = [row["rise_in_standard_errors"] < 2 for row in results if not row["name"].startswith("seed")]
-    print(f"seeds that rose by 3 standard errors: {sum(learnt)} of {len(learnt)}; controls that did not rise: {sum(still)} of {len(still)}")
+    print(
+        f"seeds that rose by 3 standard errors: {sum(learnt)} of {len(learnt)}; controls that did not rise: {sum(still)} of {len(still)}"
+    )
     raise SystemExit(0 if all(learnt) and all(still) else 1)
 
 

@@ -1,4 +1,4 @@
-"""The hooks that a plugin may implement. A plugin's `hooks` module is named by its entry point and kept free of heavy imports.
+"""The hooks that a plugin may implement, in the module that its entry point names, free of heavy imports.
 
 Each hook takes no argument and returns one spec (or a list of specs when one module serves several entry points).
 They are called once for each process that selects the plugin; core collects and then decides by name, so the order
