@@ -85,6 +85,23 @@ def test_optimizer_state_can_be_left_out(saved):
     assert sum(f.stat().st_size for f in saved(no_save_optim=True).rglob("*.distcp")) < 400_000
 
 
+def test_load_that_breaks_off_among_its_writes_counts(make_spec, batches, saved, monkeypatch):
+    def broken(states):
+        raise RuntimeError("torn")
+
+    folder = saved()
+    engine = _opened(make_spec())
+    source = engine.weights()
+    before, norm = source.changes(), source.tensors()["model.norm.weight"].clone()
+    monkeypatch.setattr("powertrain_fsdp.checkpoint._set_random_states", broken)
+    with pytest.raises(CheckpointError, match="torn"):
+        engine.load(str(folder))
+    assert not torch.equal(source.tensors()["model.norm.weight"], norm)
+    assert source.changes() != before
+    assert engine.state == "failed"
+    engine.close()
+
+
 def test_missing_moments_are_refused_unless_asked_for(make_spec, saved):
     folder = saved(no_save_optim=True)
     with _opened(make_spec()) as engine:

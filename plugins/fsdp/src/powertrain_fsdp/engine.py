@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 class FsdpEngine(TrainEngine):
     """One rank of an FSDP2 engine; see `TrainEngine` for the contract.
 
-    AdamW moves all trainable parameters, and its weight decay acts on all of them. Without `spec.optim` the engine only
+    AdamW moves all trainable parameters, and its weight decay acts on all of them. A training pass has no dropout but
+    the adapter's, whose draws do depend on how sequences are dealt. Without `spec.optim` the engine only
     scores. `build_record` lists the stages of the build in the order in which they were done, with what was set.
     """
 
@@ -65,13 +66,15 @@ class FsdpEngine(TrainEngine):
 
     def train_step(self, batch: TrainBatch, loss: LossSpec) -> StepResult:
         """Take one step; see `TrainEngine.train_step`. NumericsError and ConfigError leave the weights as they were."""
+        changes = self._changes
         try:
             return self._train_step(batch, loss)
         except PowertrainError:
             raise  # all ranks raise these alike
         except BaseException:
-            if self._parts[1].world > 1:
-                self.state = "failed"  # the others may wait in a collective that this rank never reaches
+            # Other ranks may wait in a collective that this one never reaches, and weights may be moved in part.
+            if self._parts[1].world > 1 or self._changes != changes:
+                self.state = "failed"
             raise
         finally:
             if self._optimizer is not None:
@@ -94,9 +97,9 @@ class FsdpEngine(TrainEngine):
         lr = learning_rate(self._step, spec.optim.lr, spec.optim.schedule)
         for entry in optimizer.param_groups:
             entry["lr"] = lr
+        self._changes += 1  # before the first write, so that a step that breaks off counts too
         optimizer.step()
         self._step += 1
-        self._changes += 1
         clock.lap("optimizer")
         return StepResult(
             loss=merged.loss,
@@ -126,8 +129,8 @@ class FsdpEngine(TrainEngine):
     def load(self, folder: str) -> None:
         """Take a saved state; CheckpointError, before anything is changed, when it is damaged."""
         spec, group, built = self._parts
+        self._changes += 1  # before the first write, so that a load that breaks off counts too
         self._step = checkpoint.load(Path(folder), built, self._optimizer, spec, group)
-        self._changes += 1
 
     def export(self, folder: str) -> None:
         """Write an HF model with its tokenizer, or a PEFT adapter."""
