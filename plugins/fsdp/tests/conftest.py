@@ -14,14 +14,33 @@ from powertrain.interfaces.data import TrainBatch
 
 SCENARIOS = Path(__file__).with_name("scenarios.py")
 VOCAB = 61
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
 
 
 def _model(kind, tied, layers=2, **extra):
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
-    config_class, model_class = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[
-        kind
-    ]
+    config_name, model_name, more = {
+        "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+        "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 16}),
+        "deepseek": ("DeepseekV3Config", "DeepseekV3ForCausalLM", DEEPSEEK),
+        "gpt2": ("GPT2Config", "GPT2LMHeadModel", {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5}),
+        "opt": ("OPTConfig", "OPTForCausalLM", {"ffn_dim": 96, "word_embed_proj_dim": 64, "dropout": 0.5}),
+    }[kind]
+    config_class, model_class = getattr(transformers, config_name), getattr(transformers, model_name)
     sizes = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
@@ -33,10 +52,12 @@ def _model(kind, tied, layers=2, **extra):
         "initializer_range": 0.1,
         "tie_word_embeddings": tied,
     }
-    if kind == "qwen3":
-        sizes["head_dim"] = 16
     torch.manual_seed(0)
-    return model_class(config_class(**sizes, **extra))
+    model = model_class(config_class(**(sizes | more), **extra))
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.normal_()
+    return model
 
 
 @pytest.fixture(scope="session")

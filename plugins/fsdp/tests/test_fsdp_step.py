@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from powertrain.errors import ConfigError, NumericsError, StateError
-from powertrain.interfaces.build import HeadSpec, OptimSpec, ScheduleSpec
+from powertrain.interfaces.build import HeadSpec, LoraSpec, OptimSpec, ScheduleSpec
 from powertrain.interfaces.data import LossSpec, TrainBatch
 from powertrain_fsdp.engine import FsdpEngine
 
@@ -303,3 +303,64 @@ def test_bf16_with_float32_master_holds_small_steps(make_spec, batches):
     with _opened(make_spec(dtype="bfloat16", optim=tiny)) as engine:
         assert {t.dtype for t in engine.weights().tensors().values()} == {torch.bfloat16}
         np.testing.assert_allclose(engine.logprobs(batches[0]), want, atol=0.1)
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_training_pass_computes_what_scoring_does(make_spec, batches, kind, checkpointing):
+    """These models have dropout of their own, gpt2 in modules, opt within its layers' forward."""
+    options = {"microbatch_tokens": 24, "activation_checkpointing": checkpointing}
+    with _opened(make_spec(kind, options=options)) as engine:
+        scored = engine.logprobs(batches[0])
+        result = engine.train_step(batches[0], LossSpec(name="powertrain.tensors.loss:cross_entropy"))
+    assert result.loss == pytest.approx(-(scored * batches[0].weights).sum() / batches[0].total_weight(), rel=1e-5)
+
+
+def test_adapters_dropout_is_on_in_training_alone(make_spec, batches):
+    norms = []
+    for dropout in (0.0, 0.5):
+        with _opened(make_spec(lora=LoraSpec(rank=4, dropout=dropout))) as engine:
+            assert np.array_equal(engine.logprobs(batches[0]), engine.logprobs(batches[0]))
+            norms.append(engine.train_step(batches[0], LOSS).grad_norm)
+    assert abs(norms[0] - norms[1]) > 1e-3 * norms[0]
+
+
+@pytest.mark.parametrize("clip", [None, 0.0])
+def test_clip_of_nothing_leaves_the_gradient(make_spec, batches, clip):
+    with _opened(make_spec(optim=OptimSpec(lr=1e-2, clip=clip))) as engine:
+        norm = engine.train_step(batches[0], LOSS).grad_norm
+        first = [state["exp_avg"] for state in engine._optimizer.state.values()]
+    assert sum(float(m.square().sum()) for m in first) ** 0.5 == pytest.approx(0.1 * norm, rel=1e-5)
+
+
+def test_batch_without_a_scored_token_moves_weights_as_one_without_gradient(make_spec, batches):
+    nothing = dataclasses.replace(batches[1], weights=np.zeros_like(batches[1].weights), denominator=9.0)
+    constant = dataclasses.replace(
+        batches[1], token_fields={"advantages": np.zeros_like(batches[1].weights)}, denominator=9.0
+    )
+    ends = []
+    for batch in (nothing, constant):
+        with _opened(make_spec()) as engine:
+            engine.train_step(batches[0], LOSS)
+            before = {n: t.clone() for n, t in engine.weights().tensors().items()}
+            result = engine.train_step(batch, LossSpec(name=LOSS.name))
+            assert (result.loss, result.grad_norm, result.step) == (0.0, 0.0, 2)
+            assert not np.isnan(engine.logprobs(batch)).any()
+            ends.append({n: t.clone() for n, t in engine.weights().tensors().items()})
+    assert all(torch.equal(ends[0][n], ends[1][n]) for n in ends[0])
+    assert not torch.equal(ends[0]["model.norm.weight"], before["model.norm.weight"])
+
+
+def test_step_that_breaks_off_among_its_writes_counts_and_fails(make_spec, batches, monkeypatch):
+    def broken():
+        raise RuntimeError("out of memory")
+
+    engine = _opened(make_spec())
+    source = engine.weights()
+    before = source.changes()
+    monkeypatch.setattr(engine._optimizer, "step", broken)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.train_step(batches[0], LOSS)
+    assert source.changes() != before
+    assert engine.state == "failed"
+    engine.close()

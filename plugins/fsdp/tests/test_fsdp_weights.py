@@ -145,3 +145,27 @@ def test_adapter_on_the_head_is_refused(make_spec):
     engine.prepare({})
     with pytest.raises(ConfigError, match="LoRA targets"):
         engine.build(make_spec(tied=False, lora=LoraSpec(targets=("q_proj", "lm_head"))))
+
+
+def test_persistent_buffers_travel_and_are_exported(make_spec, batches, tmp_path):
+    from powertrain.tensors.models import load_causal_lm
+    from powertrain.tensors.sink import whole_manifest
+    from powertrain.weights import plan_transfer
+
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    with _opened(make_spec("deepseek", tied=False)) as engine:
+        source = engine.weights()
+        receiver = load_causal_lm(engine._built.folder).state_dict(keep_vars=True)
+        plan = plan_transfer([source.manifest()], [whole_manifest(receiver)])
+        assert {block.name for block in plan.blocks} == set(receiver)
+        assert source.tensors()[name].abs().min() > 0
+        engine.train_step(batches[0], LOSS)
+        scored = engine.logprobs(batches[0])
+        bias = source.tensors()[name].clone()
+        engine.export(str(tmp_path / "whole"))
+        engine.save(str(tmp_path / "saved"))
+        source.tensors()[name].zero_()
+        engine.load(str(tmp_path / "saved"))
+    with _opened(make_spec(model=str(tmp_path / "whole"), optim=None)) as engine:
+        assert torch.equal(engine.weights().tensors()[name], bias)
+        assert abs(engine.logprobs(batches[0]) - scored).max() < 1e-6

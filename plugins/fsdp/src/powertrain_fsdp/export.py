@@ -33,14 +33,15 @@ _TOKENIZER: Final = (
 
 
 def export(folder: Path, built: Built, spec: EngineSpec, group: Group) -> None:
-    """Gather each tensor in turn and write all in the model's dtype. Collective; CheckpointError on all ranks."""
+    """Gather each tensor in turn; parameters are written in the model's dtype. Collective, with CheckpointError."""
     dtype = built.compute
     state: dict[str, torch.Tensor] = {}
     for name, tensor in named_weights(built).items():
         plain = tensor.detach()
         whole = plain.full_tensor() if isinstance(plain, DTensor) else plain
         if group.rank == 0:
-            state[name] = whole.to("cpu", dtype if whole.is_floating_point() else whole.dtype).contiguous()
+            kept = dtype if isinstance(tensor, torch.nn.Parameter) and whole.is_floating_point() else whole.dtype
+            state[name] = whole.to("cpu", kept).contiguous()
     error: Exception | None = None
     if group.rank == 0:
         try:

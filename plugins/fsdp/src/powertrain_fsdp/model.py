@@ -50,6 +50,7 @@ class Built:
 
     parameters: HF name (adapter parameters: the name in the model) -> Parameter, tied ones once. tied: alias -> name.
     sharded: modules that FSDP manages, root first; empty when nothing is sharded. compute: dtype of the forward pass.
+    training: modules that know of training passes; see `for_training`.
     """
 
     scorer: Scorer
@@ -61,6 +62,23 @@ class Built:
     device: torch.device
     sharded: list[Any] = field(default_factory=list)
     lora: bool = False
+    training: list[nn.Module] = field(default_factory=list)
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Persistent buffers by HF name (a router's bias, for one): part of the weights, moved by no optimizer."""
+        state = self.scorer.model.state_dict(keep_vars=True)
+        return {name: tensor for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
+
+    def for_training(self) -> None:
+        """Go into the mode of a training pass: the model computes what it does when it scores.
+
+        Dropout and router noise of its own would make gradients depend on how samples are dealt, and log-probs differ
+        from inference's. Only the adapter's dropout and the layers that recompute their activations are switched.
+        """
+        self.scorer.eval()
+        for module in self.training:
+            module.training = True
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -113,7 +131,8 @@ def build(spec: EngineSpec, group: Group, record: list[dict[str, Any]]) -> Built
     record.append({"stage": "wrap", "sharded": len(sharded), "packing": mode})
     determinism.seed_all(spec.seed, place.rank)
     parameters, tied = _names(model)
-    return Built(scorer, parameters, tied, mode, folder, compute, device, sharded, spec.lora is not None)
+    training = _training_modules(model)
+    return Built(scorer, parameters, tied, mode, folder, compute, device, sharded, spec.lora is not None, training)
 
 
 def _wants_master(spec: EngineSpec) -> bool:
@@ -134,6 +153,19 @@ def _patch(model: Any, spec: EngineSpec) -> None:
             model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
         else:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+
+
+def _training_modules(model: nn.Module) -> list[nn.Module]:
+    """Return adapters' dropouts and the layers that recompute, whose own dropout rates become 0."""
+    found = []
+    for name, module in model.named_modules():
+        recomputes = bool(getattr(module, "gradient_checkpointing", False))
+        if recomputes:
+            for rate in [key for key, value in vars(module).items() if "drop" in key and isinstance(value, float)]:
+                setattr(module, rate, 0.0)
+        if recomputes or "lora_dropout" in name:
+            found.append(module)
+    return found
 
 
 def _names(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]]:

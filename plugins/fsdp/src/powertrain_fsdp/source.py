@@ -62,9 +62,9 @@ class FsdpWeightSource(WeightSource):
 
 
 def named_weights(built: Built) -> dict[str, torch.Tensor]:
-    """Return what is sent and exported: all parameters by HF name, or the adapter's under PEFT's names on disk."""
+    """Return what is sent and exported: parameters and persistent buffers by HF name, or the adapter by PEFT's."""
     if not built.lora:
-        return dict(built.parameters)
+        return {**built.parameters, **built.buffers}
     return {disk_key(PREFIX + name): p for name, p in built.parameters.items() if ".lora_" in name}
 
 

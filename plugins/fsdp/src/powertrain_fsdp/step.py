@@ -54,7 +54,8 @@ class Work:
             masked=self._attention in ("sdpa", "eager"),
         )
         self._mine = shares[spec.place.rank]
-        self.rounds = max(len(share) for share in shares)
+        # At least one: a batch without a scored token has gradients of 0, and not none at all.
+        self.rounds = max(1, *(len(share) for share in shares))
 
     def micro_batch(self, index: int) -> MicroBatch | None:
         """Return the micro-batch of one round, or None when this rank has run out of them."""
@@ -104,7 +105,7 @@ def accumulate(work: Work, built: Built, spec: EngineSpec, loss: LossSpec) -> Re
         message = f"the weights of the batch add up to {denominator:g}; a step needs a denominator above 0"
         raise ConfigError(message)
     report = Report()
-    built.scorer.train()
+    built.for_training()
     for index in range(work.rounds):
         if built.sharded:
             last = index == work.rounds - 1
@@ -185,8 +186,8 @@ def settle(report: Report, group: Group, loss: LossSpec, step: int) -> Report:
 
 
 def clip(parameters: Sequence[Tensor], norm: float, limit: float | None) -> None:
-    """Scale all gradients so that their global norm is at most `limit`."""
-    if limit is None or norm <= limit:
+    """Scale all gradients so that their global norm is at most `limit`; None or 0: leave them."""
+    if not limit or norm <= limit:
         return
     grads = [p.grad for p in parameters if p.grad is not None]
     torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in grads], limit / norm)
