@@ -568,7 +568,7 @@ async def test_colocated_engines_in_bf16_with_either_head(half_billion, lora, tm
         )
         more = {}
         if lora is not None:
-            from powertrain.lora import adapter_config
+            from powertrain.tensors.lora import adapter_config
 
             name = WeightVersion(1, 1).adapter_name(lora.name)
             more = {"kind": "adapter", "adapter": name, "adapter_config": adapter_config(lora, base_model=half_billion)}

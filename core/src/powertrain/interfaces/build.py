@@ -38,7 +38,7 @@ class LoraSpec:
 
 @record()
 class ScheduleSpec:
-    """Learning-rate schedule shared by every training engine; see `powertrain.schedules` for its exact meaning.
+    """Learning-rate schedule shared by every training engine; see `powertrain.tensors.schedules` for its exact meaning.
 
     kind: constant, linear or cosine. warmup_steps: fixed number of steps, wins over the ratio; 0 means none, None
     means proportional. warmup_ratio: share of total_steps used when warmup_steps is None. min_ratio: floor of the

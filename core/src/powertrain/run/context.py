@@ -11,7 +11,7 @@ from typing import Any
 from powertrain.devices import resolve_device
 from powertrain.interfaces.build import EngineSpec, RankSpec
 from powertrain.interfaces.recipe import Recipe
-from powertrain.lora import adapter_config
+from powertrain.tensors.lora import adapter_config
 from powertrain.registry import Registry
 from powertrain.run.config import RunConfig
 from powertrain.run.folder import RunFolder

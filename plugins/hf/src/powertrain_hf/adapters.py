@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from powertrain.errors import ConfigError, StateError
-from powertrain.lora import match, parse_adapter_name, split_key, tensor_key
+from powertrain.tensors.lora import match, parse_adapter_name, split_key, tensor_key
 from powertrain.options import nearest
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import pytest
 
 from powertrain.errors import ConfigError
 from powertrain.interfaces.build import LoraSpec
-from powertrain.lora import adapter_config, disk_key, match, module_of, parse_adapter_name, tensor_key
+from powertrain.tensors.lora import adapter_config, disk_key, match, module_of, parse_adapter_name, tensor_key
 from powertrain.weights.version import WeightVersion
 
 MODULE = "model.layers.0.self_attn.q_proj"

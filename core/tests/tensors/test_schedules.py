@@ -10,7 +10,7 @@ from powertrain.checkpoint_options import CHECKPOINT_OPTIONS
 from powertrain.errors import ConfigError
 from powertrain.interfaces.build import EngineSpec, ScheduleSpec
 from powertrain.options import resolve
-from powertrain.schedules import KINDS, check_schedule, learning_rate
+from powertrain.tensors.schedules import KINDS, check_schedule, learning_rate
 
 
 def rates(steps, **fields):
