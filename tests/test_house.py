@@ -57,7 +57,7 @@ def code_lines(path):
 
 def test_core_does_not_grow():
     """A ratchet on the way to 4,000: lower the number when core has become smaller."""
-    assert sum(code_lines(path) for path in without({"tensors", "testing"})) < 5200
+    assert sum(code_lines(path) for path in without({"tensors", "testing"})) < 5000
 
 
 @pytest.mark.parametrize("path", CORE_FILES, ids=relative)
