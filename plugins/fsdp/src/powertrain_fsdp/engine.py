@@ -12,7 +12,7 @@ import torch
 from powertrain.errors import ConfigError, PowertrainError
 from powertrain.interfaces.data import StepResult
 from powertrain.interfaces.train import TrainEngine
-from powertrain.schedules import check_schedule, learning_rate
+from powertrain.tensors.schedules import check_schedule, learning_rate
 from powertrain_fsdp import checkpoint, needs
 from powertrain_fsdp.export import export
 from powertrain_fsdp.group import Group

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from powertrain.errors import CheckpointError
-from powertrain.lora import adapter_config
+from powertrain.tensors.lora import adapter_config
 from powertrain.tensors.models import quietly
 from powertrain_fsdp.source import named_weights
 

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from powertrain.interfaces.weights import WeightSource
-from powertrain.lora import PREFIX, adapter_config, disk_key
+from powertrain.tensors.lora import PREFIX, adapter_config, disk_key
 from powertrain.weights import Box, Entry, Manifest
 
 if TYPE_CHECKING:
