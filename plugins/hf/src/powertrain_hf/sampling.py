@@ -87,7 +87,9 @@ def _cut(shaped: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 def _cumulated(weights: Tensor) -> Tensor:
     """Return float64 running sums [R, V] of weights from 0 to 1.
 
-    Added up as whole numbers of `_UNIT`, whose sum is the same in any order: a GPU's running sum of floats is not, and
-    torch refuses it where determinism is asked for.
+    On a card they are added up as whole numbers of `_UNIT`, whose sum is the same in any order. torch documents its
+    running sum of floats there as refused under determinism (2.11 carries it out all the same).
     """
+    if weights.device.type == "cpu":
+        return weights.to(torch.float64).cumsum(-1)
     return (weights.to(torch.float64) / _UNIT).round_().to(torch.int64).cumsum(-1).to(torch.float64) * _UNIT
