@@ -566,15 +566,14 @@ async def test_colocated_engines_in_bf16_with_either_head(half_billion, lora, tm
             head=HeadSpec(fp32=fp32),
             train={"options": {"master_dtype": "float32"}, "lora": lora, "optim": OptimSpec(lr=1e-5)},
         )
-        more = {}
-        if lora is not None:
-            from powertrain.tensors.lora import adapter_config
-
-            name = WeightVersion(1, 1).adapter_name(lora.name)
-            more = {"kind": "adapter", "adapter": name, "adapter_config": adapter_config(lora, base_model=half_billion)}
         async with driver:
             before = await mismatch_of(driver, requests)
             await driver.train["fsdp"].train_step(batch_of(32000), CROSS_ENTROPY)
+            more = {}
+            if lora is not None:
+                name = WeightVersion(1, 1).adapter_name(lora.name)
+                config = (await driver.train["fsdp"].manifests())[0].meta["adapter_config"]
+                more = {"kind": "adapter", "adapter": name, "adapter_config": config}
             report = await driver.push("fsdp", "hf", WeightVersion(1, 1), **more)
             if lora is not None:
                 requests = [
