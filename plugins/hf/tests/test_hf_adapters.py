@@ -118,6 +118,16 @@ async def test_oldest_goes_when_there_are_too_many_but_never_one_in_use(start, a
     assert (await task).completions[0].finish == "length"
 
 
+async def test_adapter_of_a_request_that_has_just_come_is_in_use(start, adapters):
+    engine = await start()
+    await engine.load_adapter("p-v1.2", str(adapters(2)[0]))
+    task = asyncio.create_task(engine.generate(request(adapter="p-v1.2")))
+    await asyncio.sleep(0)
+    with pytest.raises(StateError, match="in use"):
+        engine._machine.changed(lambda known: known.drop("p-v1.2"))
+    assert (await task).completions[0].finish == "length"
+
+
 async def send(engine, folder, counter):
     """Send an adapter as an update in two pieces a tensor, out of a buffer that is used again."""
     config = json.loads((folder / "adapter_config.json").read_text())

@@ -132,6 +132,18 @@ async def test_request_id_in_flight_is_refused(start):
     assert sum(isinstance(answer, StateError) for answer in both) == 1
 
 
+async def test_request_id_in_flight_harms_no_other_request(start):
+    engine = await start()
+    first = asyncio.create_task(engine.generate_batch([request("x", max_tokens=30)]))
+    await asyncio.sleep(0)
+    wrong, right = await asyncio.gather(
+        engine.generate(request("x")), engine.generate(request("y")), return_exceptions=True
+    )
+    assert isinstance(wrong, StateError)
+    assert right.completions[0].finish == "length"
+    assert len((await first)[0].completions[0].tokens) == 30
+
+
 async def test_failed_step_reaches_its_requests_and_the_engine_goes_on(start, monkeypatch):
     engine = await start()
 

@@ -109,6 +109,23 @@ async def test_one_of_two_ends_between_steps(start, how):
     assert engine.health()["requests"] == 0
 
 
+@pytest.mark.parametrize("how", ["abort", "cancel"])
+async def test_request_ends_in_the_tick_in_which_it_came(start, how):
+    engine = await start()
+    task, other = (asyncio.create_task(engine.generate(request(name, max_tokens=40))) for name in ("a", "b"))
+    await asyncio.sleep(0)
+    assert engine.health()["requests"] == 2
+    if how == "abort":
+        await engine.abort(["a"])
+        assert [(c.finish, len(c.tokens)) for c in (await task).completions] == [("abort", 0)]
+    else:
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert len((await other).completions[0].tokens) == 40
+    assert engine.health()["requests"] == 0
+
+
 async def test_frozen_request_can_be_aborted(start):
     engine = await start()
     tasks = await paused_at(engine, 3, "keep", request("a"), request("b"))

@@ -37,8 +37,7 @@ class HfEngine(InferEngine):
     _options: Mapping[str, Any]
 
     def __init__(self) -> None:
-        self._pending: list[Item] = []
-        self._built = False
+        self._gathering = self._built = False
 
     def prepare(self, env: Mapping[str, str]) -> None:
         """Set the variables that differ; those that libraries have read already are warned about."""
@@ -74,12 +73,10 @@ class HfEngine(InferEngine):
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Answer one request. ConfigError for an unknown adapter or a bad prompt, UnfitError while unfit."""
         item = self._item(request)
-        if any(other.request.request_id == request.request_id for other in self._pending):
-            message = f"request id {request.request_id!r} is in flight already"
-            raise StateError(message)
-        if not self._pending:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._pending.append(item)
+        self._scheduler.gather(item)
+        if not self._gathering:
+            self._gathering = True
+            asyncio.get_running_loop().call_soon(self._tick)
         return (await self._answers([item]))[0]
 
     async def generate_batch(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
@@ -108,18 +105,9 @@ class HfEngine(InferEngine):
             raise ConfigError(message)
         return Item(request, Row.of(request))
 
-    def _flush(self) -> None:
-        items, self._pending = self._pending, []
-        for item in items:
-            if item.future.cancelled():
-                item.aborted = True
-        items = [item for item in items if not item.aborted]
-        try:
-            self._scheduler.submit(items)
-        except StateError as exc:
-            for item in items:
-                if not item.future.done():
-                    item.future.set_exception(exc)
+    def _tick(self) -> None:
+        self._gathering = False
+        self._scheduler.gathered()
 
     async def _answers(self, items: Sequence[Item]) -> list[GenerateResult]:
         try:
@@ -223,6 +211,5 @@ class HfEngine(InferEngine):
             "version": sink.version,
             "base_version": sink.base_version,
             "adapters": self._machine.adapters.names(),
-            "pending": len(self._pending),
             **self._scheduler.counts(),
         }

@@ -1,6 +1,6 @@
 """The compute thread and its queue: batches run one after another, and every wish (abort, pause) is met between steps.
 
-arriving --submit--> queued --(thread)--> running --> answered
+arriving --submit, or gather ... gathered--> queued --(thread)--> running --> answered
 while paused: arriving waits until `resume`; mode "keep" freezes the running batch where it stands.
 """
 
@@ -71,6 +71,7 @@ class Scheduler:
         self._lock = threading.Condition()
         self._queue: deque[Chunk] = deque()
         self._arrived: list[list[Item]] = []
+        self._gathering: list[Item] = []
         self._items: dict[str, Item] = {}
         self._owner: dict[int, Item] = {}
         self._running: Chunk | None = None
@@ -84,18 +85,22 @@ class Scheduler:
     def submit(self, items: Sequence[Item]) -> None:
         """Take requests; batches are made of those given together. StateError for a request id already in flight."""
         with self._lock:
-            ids = [item.request.request_id for item in items]
-            twice = next((name for i, name in enumerate(ids) if name in self._items or name in ids[:i]), None)
-            if twice is not None or self._closing:
-                message = f"request id {twice!r} is in flight already" if twice else "the engine is closed"
-                raise StateError(message)
-            for item in items:
-                item.future.set_running_or_notify_cancel()
-                self._items[item.request.request_id] = item
-                self._owner.update((id(row), item) for row in item.rows)
+            self._take(items)
             self._arrived.append(list(items))
-            if self._mode is None:
-                self._admit()
+            self._admit()
+
+    def gather(self, item: Item) -> None:
+        """Take a request that is queued with others at the next `gathered`; in flight from now on. As `submit` else."""
+        with self._lock:
+            self._take([item])
+            self._gathering.append(item)
+
+    def gathered(self) -> None:
+        """Queue what has been gathered, as one batch."""
+        with self._lock:
+            self._arrived.append(self._gathering)
+            self._gathering = []
+            self._admit()
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Let the named requests end at the next step with what they have; unknown ids are ignored."""
@@ -113,7 +118,7 @@ class Scheduler:
             if self._mode is None or mode == "abort":
                 self._mode = mode
             if mode == "abort":
-                arrived = {id(item) for items in self._arrived for item in items}
+                arrived = {id(item) for items in [self._gathering, *self._arrived] for item in items}
                 for item in self._items.values():
                     item.aborted |= id(item) not in arrived
                 self._sweep()
@@ -152,7 +157,21 @@ class Scheduler:
             raise DeadlineError(message, who=self._thread.name, what="its end", seconds=seconds)
 
     # ---- with the lock held
+    def _take(self, items: Sequence[Item]) -> None:
+        ids = [item.request.request_id for item in items]
+        twice = next((name for i, name in enumerate(ids) if name in self._items or name in ids[:i]), None)
+        if twice is not None or self._closing:
+            message = "the engine is closed" if twice is None else f"request id {twice!r} is in flight already"
+            raise StateError(message)
+        for item in items:
+            item.future.set_running_or_notify_cancel()
+            self._items[item.request.request_id] = item
+            self._owner.update((id(row), item) for row in item.rows)
+
     def _admit(self) -> None:
+        """Queue what has arrived, unless paused."""
+        if self._mode is not None:
+            return
         for items in self._arrived:
             self._queue.extend(self._split([row for item in items for row in item.rows if not row.finish]))
         self._arrived.clear()
