@@ -182,6 +182,13 @@ def test_adapter_with_a_hole_is_refused(sink):
         sink.finish()
 
 
+def test_adapter_piece_that_comes_twice_does_not_hide_a_hole(sink):
+    sink.begin(Update(version=V2, kind="adapter", adapter="p-v1.2"))
+    pieces = [Piece("q.lora_A.weight", (start, 0), torch.ones(2, 8)) for start in (0, 0, 4)]
+    with pytest.raises(TransferError, match=r"'q.lora_A.weight'\[0:2, 0:8\] arrived twice"):
+        sink.apply(pieces)
+
+
 def test_given_up_adapter_is_dropped_and_the_base_stays(sink):
     sink.begin(Update(version=V2, kind="adapter", adapter="p-v1.2"))
     sink.apply([Piece("q.lora_A.weight", (0, 0), torch.ones(4, 8))])

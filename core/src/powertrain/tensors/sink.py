@@ -133,8 +133,10 @@ class BoxSink(WeightSink):
         self._expect("updating", "apply")
         if self._opened.kind == "adapter":
             for piece in pieces:
-                place = (piece.start, tuple(piece.tensor.shape))
-                self._adapter.setdefault(piece.name, []).append((place, piece.tensor.clone()))
+                place = (tuple(piece.start), tuple(piece.tensor.shape))
+                parts = self._adapter.setdefault(piece.name, [])
+                _check_new(piece.name, place, [old for old, _ in parts])
+                parts.append((place, piece.tensor.clone()))
             return
         self.unshare()
         on_device = False
@@ -271,10 +273,7 @@ class BoxSink(WeightSink):
         if sum(prod(part[1]) for _, part in common) != prod(place[1]):
             message = f"{name!r}{_text(place)} arrived; this rank does not hold all of that range"
             raise TransferError(message, phase="load")
-        twice = next((part for old in done if (part := overlap(old, place))), None)
-        if twice is not None:
-            message = f"{name!r}{_text(twice)} arrived twice in one update"
-            raise TransferError(message, phase="load")
+        _check_new(name, place, done)
         done.append(place)
         pairs = []
         for box, (start, size) in common:
@@ -295,6 +294,13 @@ class BoxSink(WeightSink):
             gap = next(left for box in entry.boxes for left in left_of((box.start, box.size), done))
             message = f"{entry.name!r}{_text(gap)} was not written by update {self._opened.version}"
             raise TransferError(message, phase="finish")
+
+
+def _check_new(name: str, place: Range, done: Iterable[Range]) -> None:
+    twice = next((part for old in done if (part := overlap(old, place))), None)
+    if twice is not None:
+        message = f"{name!r}{_text(twice)} arrived twice in one update"
+        raise TransferError(message, phase="load")
 
 
 def _text(place: Range) -> str:
