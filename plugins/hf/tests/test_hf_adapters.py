@@ -165,6 +165,29 @@ async def test_given_up_adapter_update_leaves_the_engine_as_it_was(start, adapte
     assert engine.health()["version"] == "1.1"
 
 
+async def test_adapter_cannot_be_used_before_it_is_published(start, adapters):
+    engine = await start()
+    await engine.pause("keep")
+    await asyncio.to_thread(asyncio.run, send(engine, adapters(2)[0], 2))
+    with pytest.raises(ConfigError, match="not published"):
+        await asyncio.wait_for(engine.generate(request(adapter="policy-v1.2")), 5)
+    engine.weights().abort()
+    assert engine.weights().state == "steady"
+    await engine.pause("keep")
+    await asyncio.to_thread(asyncio.run, send(engine, adapters(3)[0], 3))
+    await engine.resume("1.3")
+    assert (await engine.generate(request(adapter="policy-v1.3"))).completions[0].segments[0].version == "1.3"
+
+
+async def test_given_up_adapter_that_was_unloaded_leaves_the_sink_steady(start, adapters):
+    engine = await start()
+    await engine.pause("keep")
+    await asyncio.to_thread(asyncio.run, send(engine, adapters(2)[0], 2))
+    await engine.unload_adapter("policy-v1.2")
+    engine.weights().abort()
+    assert engine.weights().state == "steady"
+
+
 async def test_request_kept_over_an_adapter_update_stays_with_its_own(start, adapters):
     engine = await start()
     old, model = adapters(2)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from powertrain.errors import ConfigError, StateError
-from powertrain.tensors.lora import match, parse_adapter_name, split_key, tensor_key
 from powertrain.options import nearest
+from powertrain.tensors.lora import match, parse_adapter_name, split_key, tensor_key
 
 if TYPE_CHECKING:
     from powertrain.weights import WeightVersion

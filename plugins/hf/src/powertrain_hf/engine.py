@@ -96,6 +96,9 @@ class HfEngine(InferEngine):
             raise UnfitError(message)
         if request.adapter is not None:
             self._machine.adapters.check(request.adapter)
+            if request.adapter == sink.unpublished:
+                message = f"adapter {request.adapter!r} has arrived and is not published; resume with its version first"
+                raise ConfigError(message)
         import numpy as np
 
         prompt, vocabulary = np.asarray(request.prompt), self._machine.vocabulary

@@ -28,6 +28,8 @@ class HfSink(BoxSink):
     def __init__(self, machine: Machine, tensors: Mapping[str, torch.Tensor], paused: Callable[[], bool]) -> None:
         super().__init__(whole_manifest(tensors, casts=True), tensors)
         self._machine, self._paused = machine, paused
+        self.unpublished: str | None = None
+        """Name of an adapter that has arrived under a version that may yet be given up; no request may use it."""
 
     def begin(self, update: Update) -> None:
         """Open an update; StateError unless the engine is paused."""
@@ -43,10 +45,17 @@ class HfSink(BoxSink):
     def add_adapter(self, name: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Register an adapter that has arrived whole."""
         self._machine.changed(lambda adapters: adapters.add(name, config, tensors))
+        self.unpublished = name
 
     def drop_adapter(self, name: str) -> None:
-        """Forget an adapter that was never published."""
-        self._machine.changed(lambda adapters: adapters.drop(name))
+        """Forget an adapter that was never published, and that no request can use."""
+        self._machine.changed(lambda adapters: adapters.drop(name) if name in adapters.names() else None)
+        self.unpublished = None
+
+    def publish(self, version: str | None) -> None:
+        """As `BoxSink.publish`; from now on requests may use the adapter."""
+        super().publish(version)
+        self.unpublished = None
 
 
 class Machine:
