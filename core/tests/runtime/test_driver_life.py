@@ -13,7 +13,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from powertrain.errors import ConfigError, DeadlineError, PluginError, StateError, UnknownPluginError
+from powertrain.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineNotReadyError,
+    PluginError,
+    StateError,
+    UnknownPluginError,
+)
 from powertrain.interfaces.build import HeadSpec, RankSpec
 from powertrain.runtime import wire
 from powertrain.weights import WeightVersion
@@ -195,10 +202,36 @@ def test_an_unknown_transfer_or_launcher_lists_what_there_is(make_driver):
         make_driver("toytrain:d1|toyinfer:d1", transfer="toycpy")
 
 
-async def test_an_unknown_launcher_is_told_at_start(make_driver):
-    driver = make_driver("toytrain:d2", launcher="locl")
-    with pytest.raises(PluginError, match=r"no launcher 'locl' is installed \(did you mean 'local'\?\)"):
-        await driver.start()
+def test_a_planned_transfer_is_refused_when_named_and_never_picked(make_driver, monkeypatch):
+    monkeypatch.setattr("powertrain_toy.hooks.STATUS", "planned")
+    with pytest.raises(
+        EngineNotReadyError, match=r"'toycopy' of powertrain-toy 1\.0 .*this release does not bring it yet$"
+    ):
+        make_driver("toytrain:d1|toyinfer:d1 via toycopy")
+    with pytest.raises(EngineNotReadyError, match="'toycopy'"):
+        make_driver("toytrain:d1|toyinfer:d1", transfer="toycopy")
+    (picked,) = make_driver("toytrain:d1|toyinfer:d1").picked.values()
+    assert (picked.name, picked.status) == ("local", "ready")  # of a higher rank than the planned one
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"launcher": "locl"}, r"no launcher 'locl' is installed \(did you mean 'local'\?\)"),
+        ({"launcher_options": {"grce": 1}}, r"launcher local: unknown option 'grce' \(did you mean 'grace'\?\)"),
+        (
+            {"transfer_options": {"toycopy": {"fial": 1}}},
+            r"transfer toycopy: unknown option 'fial' \(did you mean 'fail'",
+        ),
+        ({"transfer_options": {"toycpy": {"fail": 1}}}, r"no transfer 'toycpy' is installed \(did you mean 'toycopy'"),
+        ({"env": {"WORLD_SIZE": "5"}}, "WORLD_SIZE='5' in your env contradicts"),
+    ],
+    ids=["launcher", "launcher-option", "transfer-option", "transfer-options-of-none", "env"],
+)
+@pytest.mark.parametrize("text", ["toytrain:d2|toyinfer:d2", "toytrain:d1|toyinfer:d1"])
+def test_what_can_be_refused_is_refused_before_anything_starts(make_driver, text, given, match):
+    with pytest.raises((ConfigError, PluginError), match=match):
+        make_driver(text, **given)
 
 
 async def test_pushes_to_one_part_wait_for_each_other(make_driver):
@@ -207,13 +240,6 @@ async def test_pushes_to_one_part_wait_for_each_other(make_driver):
             *(driver.push("toytrain", "toyinfer", WeightVersion(1, counter)) for counter in (1, 2))
         )
         assert (str(first.version), str(second.version), driver.infer["toyinfer"].version) == ("1.1", "1.2", "1.2")
-
-
-async def test_a_contradicting_environment_is_refused_before_anything_starts(make_driver):
-    driver = make_driver("toytrain:d2", env={"WORLD_SIZE": "5"})
-    with pytest.raises(ConfigError, match="WORLD_SIZE='5'"):
-        await driver.start()
-    assert children() == []
 
 
 async def test_an_inline_engine_is_asked_only_for_what_a_running_process_can_set(make_driver, monkeypatch):

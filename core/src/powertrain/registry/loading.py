@@ -113,8 +113,8 @@ def _check_api(info: PluginInfo, api: Any) -> None:
 def load_reference(info: PluginInfo, spec: Spec, field: str) -> Any:
     """Import what `spec`'s field names as "module:Attribute"; EngineNotReadyError for a planned one."""
     if spec.status == "planned":
-        what = "engine" if info.kind == "backend" else info.kind
-        cause = f"it is described so that config strings can be explained, but this release has no {what} for it yet"
+        lack = "has no engine for it" if info.kind == "backend" else "does not bring it"
+        cause = f"it is described so that config strings can be explained, but this release {lack} yet"
         raise fail(info, "not-ready", cause, EngineNotReadyError)
     path = getattr(spec, field)
     if not isinstance(path, str) or ":" not in path:

@@ -21,7 +21,7 @@ from powertrain.options import resolve
 from powertrain.runtime.clients import TIMEOUTS, InferPool, TrainClient, all_or_none
 from powertrain.runtime.handles import Handle, InlineHandle, WorkerHandle
 from powertrain.runtime.host import CLOSE_SECONDS
-from powertrain.runtime.placement import EnginePlan, pick_transfer, plan_engines, visible_for
+from powertrain.runtime.placement import EnginePlan, check_ready, pick_transfer, plan_engines, visible_for
 
 if TYPE_CHECKING:
     from powertrain.interfaces.build import EngineSpec
@@ -82,9 +82,17 @@ class Driver:
         self._visible = visible_for(layout, self.plans)
         self._registry = registry
         self._logs = Path(run_dir) / "logs"
-        self._launcher_choice = launcher, launcher_options or {}
-        self._transfer_options = transfer_options or {}
+        spec = self._launcher_spec = check_ready(registry.launcher(launcher), registry)
+        self._launcher_options = resolve(spec.options, launcher_options or {}, where=f"launcher {launcher}")
+        per_transfer: dict[str, Mapping[str, Any]] = {spec.name: {} for spec in self.picked.values()}
+        per_transfer |= transfer_options or {}
+        self._transfer_options = {
+            name: resolve(registry.transfer(name).options, given, where=f"transfer {name}")
+            for name, given in per_transfer.items()
+        }
         self._env = env
+        for plan in self.plans:
+            self._environments(plan)
         self._transfers: dict[tuple[str, str], Transfer] = {}
         self._pushing: dict[str, asyncio.Lock] = {}
         self._ending = threading.Lock()
@@ -129,8 +137,7 @@ class Driver:
             raise ConfigError(message)
         if key not in self._transfers:
             spec = self.picked[key]
-            options = resolve(spec.options, self._transfer_options.get(spec.name, {}), where=f"transfer {spec.name}")
-            made: Transfer = self._registry.load_class(spec)(spec.name, options)
+            made: Transfer = self._registry.load_class(spec)(spec.name, self._transfer_options[spec.name])
             made.source, made.sinks = self.train[train].handle, self.infer[infer].handles
             self._transfers[key] = made
         return self._transfers[key]
@@ -163,7 +170,7 @@ class Driver:
         placed = []
         for plan in self.plans:
             plan = plan.placed()
-            envs = plan.environments(visible=self._visible, ranks_on_host=self.layout.cards, user=self._env)
+            envs = self._environments(plan)
             placed.append((plan, [env for env, _ in envs], [asked for _, asked in envs]))
         apart = [(plan, envs) for plan, envs, _ in placed if not plan.inline]
         if apart:
@@ -177,6 +184,9 @@ class Driver:
 
         workers = [open_engines(inline=False, name=plan.name) for plan, _ in apart]
         await all_or_none([open_engines(inline=True), *workers])
+
+    def _environments(self, plan: EnginePlan) -> list[tuple[dict[str, str], dict[str, str]]]:
+        return plan.environments(visible=self._visible, ranks_on_host=self.layout.cards, user=self._env)
 
     def _make_clients(self) -> None:
         for plan in self.plans:
@@ -196,10 +206,8 @@ class Driver:
         """Start all workers and wait until they have registered; one that dies is told with the end of its log."""
         from powertrain.runtime.channel import DriverChannel
 
-        name, given = self._launcher_choice
-        spec = self._registry.launcher(name)
-        options = resolve(spec.options, given, where=f"launcher {spec.name}")
-        launcher: Launcher = self._registry.load_class(spec)(options, logs=str(self._logs))
+        made = self._registry.load_class(self._launcher_spec)
+        launcher: Launcher = made(self._launcher_options, logs=str(self._logs))
         self._launcher = launcher
         channel = self._channel = DriverChannel(launcher.status)
         atexit.register(self._end_workers)

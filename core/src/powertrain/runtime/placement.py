@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from powertrain.devices import VISIBLE_VARIABLE, count_cards, device_variables, require_cards, visible_cards
 from powertrain.env import build_environment, determinism_variables, rank_variables
@@ -18,9 +18,10 @@ from powertrain.options import resolve
 if TYPE_CHECKING:
     from powertrain.layout import Layout, Pair, Part
     from powertrain.registry import Registry
-    from powertrain.specs import TransferSpec
+    from powertrain.specs import Spec, TransferSpec
 
 HOST: Final = "127.0.0.1"
+AnySpec = TypeVar("AnySpec", bound="Spec")
 _AT_START: Final = "PYTHONHASHSEED"
 """The variable that only acts at an interpreter's start."""
 
@@ -31,6 +32,7 @@ class EnginePlan:
 
     name: unique in the run. specs: one for each rank, in rank order. inline: it lives in the driver's process.
     slots: card of each rank. python: interpreter of its workers. needs: the variables that the backend asks for.
+    port: of the engine's own, once placed.
     """
 
     name: str
@@ -40,6 +42,7 @@ class EnginePlan:
     inline: bool
     python: str
     needs: Mapping[str, Any]
+    port: int = 0
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -48,12 +51,10 @@ class EnginePlan:
 
     def placed(self) -> EnginePlan:
         """Return the plan with a port of its own, on loopback, where its ranks are to meet."""
-        if len(self.specs) == 1:
-            return self
-        meet = f"{HOST}:{free_port()}"
-        return replace(
-            self, specs=tuple(replace(spec, place=replace(spec.place, rendezvous=meet)) for spec in self.specs)
-        )
+        port = free_port()
+        meet = f"{HOST}:{port}" if len(self.specs) > 1 else ""
+        specs = tuple(replace(spec, place=replace(spec.place, rendezvous=meet)) for spec in self.specs)
+        return replace(self, specs=specs, port=port)
 
     def environments(
         self, *, visible: tuple[str, ...], ranks_on_host: int, user: Mapping[str, str] | None
@@ -67,8 +68,7 @@ class EnginePlan:
         found = []
         for spec, slot in zip(self.specs, self.slots, strict=True):
             place = spec.place
-            port = int(place.rendezvous.rpartition(":")[2] or 0) or free_port()
-            rank = rank_variables(place.rank, place.world, place.local_rank, place.world, HOST, port)
+            rank = rank_variables(place.rank, place.world, place.local_rank, place.world, HOST, self.port)
             env = build_environment(
                 inherited=inherited,
                 backend=self.needs,
@@ -84,6 +84,13 @@ class EnginePlan:
             names -= {_AT_START} if self.inline else set()
             found.append((env, {name: env[name] for name in sorted(names)}))
         return found
+
+
+def check_ready(spec: AnySpec, registry: Registry) -> AnySpec:
+    """Return the spec; `EngineNotReadyError` for one that is only planned."""
+    if spec.status == "planned":
+        registry.load_class(spec)
+    return spec
 
 
 def plan_engines(
@@ -113,8 +120,7 @@ def plan_engines(
 
 
 def _plan(part: Part, instance: int, template: EngineSpec, registry: Registry, inline: str) -> EnginePlan:
-    if part.spec.status == "planned":
-        registry.load_class(part.spec)  # says that there is no engine yet
+    check_ready(part.spec, registry)
     options = resolve(part.spec.options, {**template.options, **part.engine_options}, where=f"part {part.label}")
     axes = {**part.axes, **{f"ffn.{axis}": size for axis, size in (part.expert_axes or {}).items()}}
     base = replace(template, backend=part.backend, role=part.role, part=part.label, axes=axes, options=options)
@@ -167,15 +173,19 @@ def visible_for(layout: Layout, plans: list[EnginePlan]) -> tuple[str, ...]:
 def pick_transfer(pair: Pair, plans: list[EnginePlan], name: str | None, registry: Registry) -> TransferSpec:
     """Choose a pair's transfer: the one named by `via`, else `name`, else the lowest rank among those that reach.
 
-    All workers of this release are on the driver's host.
+    One that is only planned is never chosen and, when named, refused. All workers of this release are on the driver's
+    host.
     """
     ends = [plan for plan in plans if plan.part.label in {pair.train.label, pair.infer.label}]
     reach = {"host", "network"}
     reach |= {"process"} if all(plan.inline for plan in ends) else set()
     reach |= {"device"} if pair.colocated and ends[0].specs[0].place.device == "cuda" else set()
     name = pair.via or name
-    known = cast("Mapping[str, TransferSpec]", registry.specs("transfer"))
-    found = [registry.transfer(name)] if name else list(known.values())
+    if name:
+        found = [check_ready(registry.transfer(name), registry)]
+    else:
+        known = cast("Mapping[str, TransferSpec]", registry.specs("transfer"))
+        found = [spec for spec in known.values() if spec.status != "planned"]
     fitting = [spec for spec in found if reach & set(spec.reach)]
     if not fitting:
         each = (

@@ -7,6 +7,7 @@ from powertrain.options import OptionSpec
 from powertrain.specs import BackendSpec, TransferSpec
 
 REACH = ("process", "host")
+STATUS = "ready"  # of the transfer
 
 
 @hookimpl
@@ -39,5 +40,6 @@ def powertrain_transfer() -> TransferSpec:
         sink="powertrain_toy.transfer:ToyCopySink",
         reach=REACH,
         rank=1,
+        status=STATUS,
         options=(OptionSpec(name="fail", default="", help="where to fail: move"),),
     )
