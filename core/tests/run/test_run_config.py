@@ -240,3 +240,19 @@ def test_clip_zero_means_no_clipping(read):
 
 def test_date_stays_text(read):
     assert read("", "name=2026-01-31")["name"] == "2026-01-31"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["optim.schedule.warmup_steps=7"], "'optim.schedule': warmup takes 7 of 7 steps"),  # the recipe's `steps`
+        (["optim.schedule.warmup_steps=9", "loop.steps=9"], "warmup takes 9 of 9 steps"),
+        (["optim.schedule.warmup_steps=6", "optim.schedule.total_steps=5"], "warmup takes 6 of 5 steps"),
+        (["optim.schedule.warmup_ratio=1.0"], "warmup takes 7 of 7 steps"),
+    ],
+)
+def test_schedule_that_cannot_be_is_refused_beside_the_other_faults(read, words, told):
+    with pytest.raises(Violations) as caught:
+        read("", *words, "sed=1")
+    assert len(caught.value.problems) == 2
+    assert told in str(caught.value)

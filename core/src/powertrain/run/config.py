@@ -21,6 +21,7 @@ from powertrain.registry import Registry
 from powertrain.run.options import CORE_OPTIONS, GROUPS, SCHEDULE_OPTIONS
 from powertrain.run.recipe_file import lay_over, read_yaml, write_yaml
 from powertrain.specs import RecipeSpec
+from powertrain.tensors.schedules import check_schedule
 
 _REQUIRED: Final = ("recipe", "engines", "model")
 _CORE: Final = {spec.name: spec for spec in CORE_OPTIONS}
@@ -59,8 +60,7 @@ class RunConfig:
     def optim(self) -> OptimSpec:
         """The optimizer; `schedule.total_steps` is the recipe's option `steps` where the file gives none."""
         optim = self["optim"]
-        total = optim["schedule"]["total_steps"] or self.recipe_options.get("steps")
-        schedule = ScheduleSpec(**{**optim["schedule"], "total_steps": total})
+        schedule = _schedule(optim["schedule"], self.recipe_options)
         return OptimSpec(**{**optim, "clip": optim["clip"] or None, "schedule": schedule})
 
     def engine_options(self, part: Part) -> dict[str, Any]:
@@ -109,6 +109,10 @@ def resolve_config(data: Mapping[str, Any], *, registry: Registry | None = None)
     layout = _found(data.get("engines"), lambda text: parse_layout(text, registry=registry), problems)
     recipe = _found(data.get("recipe"), lambda name: registry.recipe(str(name)), problems)
     sections = _sections(data, layout, recipe, problems)
+    try:
+        check_schedule(_schedule(values["optim"]["schedule"], sections.get(recipe.name, {}) if recipe else {}))
+    except ConfigError as exc:
+        problems.append(f"'optim.schedule': {exc}")
     if problems:
         raise Violations(problems, heading=f"the configuration has {len(problems)} fault{'s' * (len(problems) != 1)}:")
     base = Path(values["base"] or ".").absolute()
@@ -122,6 +126,10 @@ def resolve_config(data: Mapping[str, Any], *, registry: Registry | None = None)
     options = sections.pop(recipe.name, {})
     merged = _merged(layout, sections, registry)
     return RunConfig(values=values, layout=merged, recipe_spec=recipe, recipe_options=options, sections=sections)
+
+
+def _schedule(given: Mapping[str, Any], recipe_options: Mapping[str, Any]) -> ScheduleSpec:
+    return ScheduleSpec(**{**given, "total_steps": given["total_steps"] or recipe_options.get("steps")})
 
 
 def _found(given: Any, find: Callable[[Any], Any], problems: list[str]) -> Any:

@@ -11,11 +11,11 @@ from typing import Any
 from powertrain.devices import resolve_device
 from powertrain.interfaces.build import EngineSpec, RankSpec
 from powertrain.interfaces.recipe import Recipe
-from powertrain.tensors.lora import adapter_config
 from powertrain.registry import Registry
 from powertrain.run.config import RunConfig
 from powertrain.run.folder import RunFolder
 from powertrain.runtime.driver import Driver
+from powertrain.tensors.lora import adapter_config
 from powertrain.weights import TransferReport, VersionCounter
 
 
