@@ -58,3 +58,17 @@ def test_variables_that_come_too_late_are_told(monkeypatch, caplog):
     assert os.environ["POWERTRAIN_TEST_LATE"] == "b"
     assert "OMP_NUM_THREADS" in caplog.text
     assert "POWERTRAIN_TEST_LATE" not in caplog.text
+
+
+@pytest.mark.parametrize(("engine", "wanted"), [("fsdp:d2", "lo"), ("fsdp:d1", None)])
+def test_ranks_on_one_host_talk_over_loopback(tmp_path, engine, wanted):
+    """A host whose own name does not resolve must not stop gloo."""
+    from powertrain.interfaces.build import EngineSpec
+    from powertrain.layout import parse_layout
+    from powertrain.registry import Registry
+    from powertrain.runtime.driver import Driver
+
+    registry = Registry()
+    specs = {"fsdp": EngineSpec(backend="fsdp", role="train", model="m")}
+    driver = Driver(parse_layout(engine, registry=registry), specs, registry=registry, run_dir=tmp_path)
+    assert driver.plans[0].needs.get("GLOO_SOCKET_IFNAME") == wanted

@@ -137,6 +137,8 @@ def _plan(part: Part, instance: int, template: EngineSpec, registry: Registry, i
         )
         for place in places
     ]
+    # The backend is told where its ranks will meet, though not yet on which port.
+    asking = replace(base, place=replace(ranks[0], rendezvous=f"{HOST}:0" if world > 1 else ""))
     return EnginePlan(
         name=part.label if part.instances == 1 else f"{part.label}/{instance}",
         part=part,
@@ -144,7 +146,7 @@ def _plan(part: Part, instance: int, template: EngineSpec, registry: Registry, i
         slots=tuple(place.card for place in places),
         inline=_lives_inline(part, device, places[0].card, inline),
         python=part.python or sys.executable,
-        needs=registry.load_class(part.spec, "environment")(options, base) if part.spec.environment else {},
+        needs=registry.load_class(part.spec, "environment")(options, asking) if part.spec.environment else {},
     )
 
 
