@@ -30,6 +30,20 @@ async def test_logprobs_are_those_of_a_plain_forward(start, models, kind, temper
             assert [(s.start, s.end, s.version) for s in completion.segments] == [(0, 12, "1.1")]
 
 
+@pytest.mark.parametrize("kind", ["window", "linear", "mixed"])
+async def test_rows_of_models_with_other_caches_stay_apart(start, models, kind):
+    """Sliding windows, and states of linear layers: alone in a layer, and beside its keys and values."""
+    engine = await start(kind)
+    head = tuple(range(20, 40))
+    requests = [request(f"r{i}", (*head, *p), n=2, max_tokens=3 + 4 * i) for i, p in enumerate(PROMPTS)]
+    requests.append(request("short", (7,), n=3, max_tokens=12))
+    for sent, result in zip(requests, await engine.generate_batch(requests), strict=True):
+        for completion in result.completions:
+            assert len(completion.tokens) == sent.sampling.max_tokens
+            plain = replay(models.model(kind), sent.prompt, completion)
+            np.testing.assert_allclose(completion.logprobs_t1, plain, atol=1e-5, rtol=0)
+
+
 async def test_prompts_with_a_common_beginning_answer_alike(start, models):
     engine = await start("qwen3")
     head = tuple(range(20, 40))

@@ -109,13 +109,13 @@ class RoomyLayer(DynamicLayer):
         self.keys, self.values = (buffer[..., :total, :] for buffer in self._buffers)
         return self.keys, self.values
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the named rows, in that order; a row may be named several times."""
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep the rows that are named, in that order; a row may be named several times."""
         used = self.get_seq_length()
         picked = []
         for buffer in self._buffers:
-            new = buffer.new_empty(len(indices), *buffer.shape[1:])
-            new[..., :used, :] = buffer[..., :used, :].index_select(0, indices)
+            new = buffer.new_empty(len(beam_idx), *buffer.shape[1:])
+            new[..., :used, :] = buffer[..., :used, :].index_select(0, beam_idx)
             picked.append(new)
         self._buffers = picked
         self.keys, self.values = (buffer[..., :used, :] for buffer in picked)
@@ -207,7 +207,7 @@ class Decoder:
             return 0
         ids = torch.tensor([texts[0][:shared]], device=device)
         self._hidden(ids, torch.arange(shared, device=device)[None], None)
-        self._cache.batch_select_indices(torch.zeros(len(texts), dtype=torch.long, device=device))
+        self._cache.reorder_cache(torch.zeros(len(texts), dtype=torch.long, device=device))
         return shared
 
     def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
@@ -227,7 +227,8 @@ class Decoder:
         return hidden
 
     def _select(self, index: Tensor) -> None:
-        self._cache.batch_select_indices(index)
+        # Not batch_select_indices, which linear layers lack and mixed ones have for their keys and values alone.
+        self._cache.reorder_cache(index)
         self._logits, self._mask, self._next = self._logits[index], self._mask[index], self._next[index]
 
     def _set_sampling(self) -> None:
