@@ -22,7 +22,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Data:
-    """Training and held-out records; no prompt is in both."""
+    """Training and held-out records; no key (the prompt where a record has none) is in both."""
 
     train: Sequence[Record]
     held_out: Sequence[Record]
