@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from powertrain.errors import (
     PluginError,
     StateError,
     UnknownPluginError,
+    WorkerError,
 )
 from powertrain.interfaces.build import HeadSpec, RankSpec
 from powertrain.runtime import wire
@@ -69,6 +71,20 @@ async def test_registering_has_the_start_deadline(make_driver, tmp_path):
     with pytest.raises(DeadlineError, match=r"toytrain-r0 did not register within 0\.3 s"):
         await driver.start()
     assert children() == []
+
+
+def test_a_worker_that_cannot_be_started_is_told_and_nothing_else(make_driver, tmp_path, caplog):
+    python = tmp_path / "python"
+    python.write_text("#!/no/such/interpreter\n")
+    python.chmod(0o755)
+
+    def start():
+        with pytest.raises(WorkerError, match="toytrain-r0 could not be started"):
+            asyncio.run(make_driver(f"toytrain:d2?python='{python}'").start())
+
+    start()
+    gc.collect()
+    assert caplog.text == ""  # no complaint of a greeting that nobody waits for any more
 
 
 SCRIPT = """
@@ -156,6 +172,11 @@ def test_a_part_on_another_card_cannot_live_inline(make_driver):
         make_driver("toyinfer:d1+toytrain:d1?inline=true", specs={"toytrain": {"place": RankSpec(device="cuda")}})
 
 
+def test_an_interpreter_that_is_not_there_is_refused(make_driver, tmp_path):
+    with pytest.raises(ConfigError, match=r"part 'toytrain' .*/no-python', which is no program on this host; give"):
+        make_driver(f"toytrain:d1?python='{tmp_path}/no-python'")
+
+
 @pytest.mark.parametrize(
     ("text", "inline", "expected"),
     [
@@ -163,7 +184,7 @@ def test_a_part_on_another_card_cannot_live_inline(make_driver):
         ("toytrain:d1", "never", False),
         ("toytrain:d1?inline=true", "never", True),
         ("toytrain:d1?inline=false", "auto", False),
-        ("toytrain:d1?python=/x", "auto", False),
+        (f"toytrain:d1?python='{sys.executable}'", "auto", False),
         ("toyinfer:t2", "auto", False),
     ],
 )

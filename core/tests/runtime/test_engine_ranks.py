@@ -68,6 +68,26 @@ async def test_a_deadline_names_the_silent_ranks(train, batch, order):
         await train.handle.call("train_step", batch, order("sleep", rank=1, seconds=0.5), deadline=0.2)
 
 
+async def test_a_deadline_tells_the_frozen_rank_from_one_that_waits_for_it(train, batch, order, monkeypatch):
+    monkeypatch.setattr(train.handle, "quiet", lambda: {1: 19.0})
+    with pytest.raises(
+        DeadlineError, match=r"rank 0, 1 did not .* within 0\.1 s; no sign of life from rank 1 for 19 s$"
+    ):
+        await train.handle.call("train_step", batch, order("sleep", seconds=0.3), deadline=0.1)
+
+
+async def test_a_frozen_server_is_given_up_at_its_deadline_and_ended_at_once(make_driver, ask, monkeypatch):
+    monkeypatch.setattr("powertrain.runtime.handles.QUIET", 0.0)
+    monkeypatch.setattr("powertrain.runtime.driver.CLOSE_SECONDS", 600.0)  # longer than a test may take
+    async with make_driver("toyinfer:d1", inline="never") as driver:
+        pool = driver.infer["toyinfer"]
+        os.kill((await pool.health())[0]["pid"], signal.SIGSTOP)
+        with pytest.raises(DeadlineError, match=r"toyinfer rank 0 did not answer 'generate' .* no sign of life"):
+            await pool.handles[0].call("generate", ask(), deadline=0.1)
+        with pytest.raises(WorkerError, match="'toyinfer' is not usable any more: toyinfer rank 0 did not answer"):
+            await pool.generate(ask())
+
+
 async def test_a_dead_rank_is_told_with_exit_and_the_end_of_its_log(train, batch, order):
     with pytest.raises(WorkerError, match=r"(?s)toytrain rank 1 .*signal 9.*last words before the end") as caught:
         await train.train_step(batch, order("die", rank=1))
@@ -99,18 +119,12 @@ async def test_a_worker_that_dies_while_it_builds_is_told(make_driver):
         await driver.start()
 
 
-async def test_an_interpreter_that_is_not_there_is_told(make_driver, tmp_path):
-    driver = make_driver(f"toytrain:d1?python='{tmp_path}/no-python'")
-    with pytest.raises(WorkerError, match="toytrain-r0 could not be started"):
-        await driver.start()
-
-
 async def test_an_interpreter_without_powertrain_dies_with_its_log_shown(make_driver, tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho No module named powertrain; exit 1\n")
     python.chmod(0o755)
-    driver = make_driver(f"toytrain:d1?python='{python}'")
-    with pytest.raises(WorkerError, match=r"(?s)toytrain rank 0 .*exit code 1.*No module named powertrain"):
+    driver = make_driver(f"toytrain:d2?python='{python}'")
+    with pytest.raises(WorkerError, match=r"(?s)toytrain rank \d .*exit code 1.*No module named powertrain"):
         await driver.start()
 
 

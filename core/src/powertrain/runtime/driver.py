@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -99,6 +100,7 @@ class Driver:
         self._channel: DriverChannel | None = None
         self._launcher: Launcher | None = None
         self._state = "new"
+        self._ready = False
 
     async def start(self, version: WeightVersion | str | None = None) -> None:
         """Start all workers, then build every engine; returns when all are ready. On any failure all is closed again.
@@ -112,6 +114,7 @@ class Driver:
         self._state = "started"
         try:
             await self._start(time.monotonic() + self.timeouts["start"])
+            self._ready = True
             if version is not None:
                 for pool in self.infer.values():
                     await pool.resume(str(version))
@@ -211,24 +214,23 @@ class Driver:
         self._launcher = launcher
         channel = self._channel = DriverChannel(launcher.status)
         atexit.register(self._end_workers)
-        greetings: dict[str, asyncio.Future[Any]] = {}
+        expected: dict[str, Future[Any]] = {}
         processes = []
         for plan, envs in plans:
             for rank, (name, env) in enumerate(zip(plan.workers, envs, strict=True)):
-                greetings[name] = asyncio.wrap_future(channel.expect(name, engine=plan.name, rank=rank))
+                expected[name] = channel.expect(name, engine=plan.name, rank=rank)
                 config = json.dumps({**channel.invitation, "name": name})
                 argv = (plan.python, "-m", "powertrain.runtime.worker")
                 env["POWERTRAIN_WORKER"] = config
                 processes.append(ProcessSpec(name=name, argv=argv, env=env, cwd=str(Path.cwd())))
         await asyncio.to_thread(launcher.start, processes)
+        greetings = {name: asyncio.wrap_future(future) for name, future in expected.items()}
         try:
             async with asyncio.timeout(end - time.monotonic()):
                 await asyncio.gather(*greetings.values())
         except TimeoutError as exc:
-            late, seconds = (
-                ", ".join(name for name, one in greetings.items() if one.cancelled()),
-                self.timeouts["start"],
-            )
+            late = ", ".join(name for name, one in greetings.items() if one.cancelled())
+            seconds = self.timeouts["start"]
             message = f"{late} did not register within {seconds:g} s; see {self._logs}"
             raise DeadlineError(message, who=late, what="start", seconds=seconds) from exc
 
@@ -251,8 +253,8 @@ class Driver:
                 return
             atexit.unregister(self._end_workers)
             self._channel.dismiss()
-            failed = any(handle.failed for handle in self.handles.values())
-            end = time.monotonic() + (FAILED_GRACE if failed or not self.handles else CLOSE_SECONDS)
+            lost = not self._ready or any(handle.failed or handle.quiet() for handle in self.handles.values())
+            end = time.monotonic() + (FAILED_GRACE if lost else CLOSE_SECONDS)
             while (alive := [st.name for st in launcher.status() if st.code is None]) and time.monotonic() < end:
                 time.sleep(0.02)
             try:

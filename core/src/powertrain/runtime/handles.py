@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 ERROR_GRACE: Final = 2.0
 """Seconds that the other ranks have, after the first error, to show whether they failed alike."""
+QUIET: Final = 10.0
+"""Seconds without a sign of life, which workers give every 3 s, after which a rank is told as frozen."""
 
 
 class Handle(ABC):
@@ -31,7 +33,8 @@ class Handle(ABC):
 
     One failing rank fails the call. The engine goes on when every rank raised the same error (a refused argument);
     when ranks differ, hang or die it is failed: every later call but "close" and "health" says so at once. So it is
-    after a training method that passed its deadline, since its thread may still be in it. `version`: the weight
+    after a training method that passed its deadline, since its thread may still be in it, and after any call that did
+    so on a rank that gives no sign of life. `version`: the weight
     version of the last `resume` that gave one. `inline`: it lives in this process.
     """
 
@@ -67,9 +70,9 @@ class Handle(ABC):
         A future ends with the answer, a `RankFault`, or a `WorkerError` (died).
         """
 
-    def _silence(self, rank: int) -> float:
-        """Return the seconds since the last sign of life of a rank."""
-        return 0.0
+    def quiet(self) -> dict[int, float]:
+        """Return the ranks that have given no sign of life for `QUIET` seconds, with these seconds."""
+        return {}
 
     async def _collect(self, method: str, futures: list[Future[Any]], deadline: float) -> list[Any]:
         waiters = [asyncio.wrap_future(future) for future in futures]
@@ -94,9 +97,11 @@ class Handle(ABC):
     def _late(self, method: str, missing: list[int], deadline: float) -> DeadlineError:
         who = f"{self.name} rank {', '.join(map(str, missing))}"
         message = f"{who} did not answer {method!r} within {deadline:g} s"
-        if (silence := max(self._silence(rank) for rank in missing)) > 5:
-            message += f"; last sign of life {silence:.0f} s ago"
-        if method == "open" or (self.role == "train" and method in METHODS["train"]):
+        quiet = {rank: seconds for rank, seconds in self.quiet().items() if rank in missing}
+        if quiet:
+            ranks = ", ".join(map(str, quiet))
+            message += f"; no sign of life from rank {ranks} for {max(quiet.values()):.0f} s"
+        if quiet or method == "open" or (self.role == "train" and method in METHODS["train"]):
             self.failed = message
         return DeadlineError(message, who=who, what=method, seconds=deadline)
 
@@ -167,5 +172,7 @@ class WorkerHandle(Handle):
         messages = [wire.pack([method, list(one)], prefix=self._channel.prefix) for one in args]
         return self._channel.call(self.workers, messages if len(messages) > 1 else messages * len(self.workers))
 
-    def _silence(self, rank: int) -> float:
-        return self._channel.silence(self.workers[rank])
+    def quiet(self) -> dict[int, float]:
+        """Look at when the channel heard of each worker last."""
+        silence = {rank: self._channel.silence(name) for rank, name in enumerate(self.workers)}
+        return {rank: seconds for rank, seconds in silence.items() if seconds > QUIET}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -121,6 +122,10 @@ def plan_engines(
 
 def _plan(part: Part, instance: int, template: EngineSpec, registry: Registry, inline: str) -> EnginePlan:
     check_ready(part.spec, registry)
+    if part.python and not shutil.which(part.python):
+        what = f"part {part.label!r} has python={part.python!r}, which is no program on this host"
+        message = f"{what}; give the interpreter of an environment that powertrain is installed in"
+        raise ConfigError(message)
     options = resolve(part.spec.options, {**template.options, **part.engine_options}, where=f"part {part.label}")
     axes = {**part.axes, **{f"ffn.{axis}": size for axis, size in (part.expert_axes or {}).items()}}
     base = replace(template, backend=part.backend, role=part.role, part=part.label, axes=axes, options=options)
