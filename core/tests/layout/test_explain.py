@@ -32,7 +32,7 @@ def test_every_card_of_a_small_layout_is_listed(run):
     assert ["needs", "4", "cards"] in lines
     assert ["vllm", "1", "0", "2", "d=1", "p=0", "t=0"] in lines
     assert ["fsdp", "0", "3", "3", "d=3", "t=0", "c=0"] in lines
-    assert ["weights:", "fsdp", "->", "vllm,", "colocated,", "via", "ipc"] in lines
+    assert ["weights:", "fsdp", "->", "vllm,", "colocated,", "via", "ipc", "(not", "there", "yet)"] in lines
 
 
 def test_big_layout_is_shown_by_instance(run):
@@ -60,6 +60,11 @@ def test_planned_engine_is_said_to_be_missing(run):
     text = run("megatron:d1|vllm:d1")
     assert "megatron (engine not there yet)" in text
     assert "vllm (engine not there yet)" not in text
+
+
+def test_transfer_that_is_there_is_named_alone(run):
+    assert run("fsdp:d1|vllm:d1 via shm").endswith("via shm\n")
+    assert run("fsdp:d1|vllm:d1").endswith("via the first transfer that fits\n")
 
 
 def test_options_tell_default_from_given(run):

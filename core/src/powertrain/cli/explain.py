@@ -93,9 +93,16 @@ def _show(found: dict[str, Any]) -> None:
         console.print("", table)
     for pair in found["pairs"]:
         where = "colocated" if pair["colocated"] else "separate"
-        console.print(
-            f"weights: {pair['train']} -> {pair['infer']}, {where}, via {pair['via'] or 'the first that fits'}"
-        )
+        console.print(f"weights: {pair['train']} -> {pair['infer']}, {where}, via {_transfer(pair['via'])}")
+
+
+def _transfer(name: str | None) -> str:
+    from powertrain.registry import Registry
+
+    if name is None:
+        return "the first transfer that fits"
+    spec = Registry().specs("transfer").get(name)
+    return f"{name} (not there yet)" if spec and spec.status == "planned" else name
 
 
 def _summary(part: dict[str, Any]) -> _Rows:
