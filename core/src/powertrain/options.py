@@ -62,8 +62,9 @@ def options_of(record: type) -> tuple[OptionSpec, ...]:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return ` (did you mean 'x'?)` for the closest known word, or an empty string."""
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" (did you mean {found[0]!r}?)" if found else ""
+    table = {name.lower(): name for name in known}
+    found = difflib.get_close_matches(word.lower(), list(table), n=1, cutoff=0.6)
+    return f" (did you mean {table[found[0]]!r}?)" if found else ""
 
 
 def convert(spec: OptionSpec, value: Any) -> Any:
@@ -79,7 +80,8 @@ def convert(spec: OptionSpec, value: Any) -> Any:
         raise ConfigError(message)
     result = _typed(spec, value)
     if spec.choices and result not in spec.choices:
-        hint = nearest(str(result), map(str, spec.choices))
+        # Of few words the nearest one says nothing more, and may mislead: `gpu` is nearer to `cpu` than to `cuda`.
+        hint = nearest(str(result), map(str, spec.choices)) if len(spec.choices) > 3 else ""
         message = f"option {spec.name!r} is {result!r}; it takes {', '.join(map(str, spec.choices))}{hint}"
         raise ConfigError(message)
     if spec.minimum is not None and result < spec.minimum:

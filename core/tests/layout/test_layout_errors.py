@@ -60,6 +60,8 @@ ONE_FAULT = [
     ("sglang:(attn:d2|ffn:d2)", 7, "backend 'sglang' has no sections"),
     ("fsdp:d2)", 7, "unexpected ')'"),
     ("fsdp:d2 d4", 8, "unexpected 'd4'"),
+    ("fsdp:d2,hf:d2", 7, "unexpected ',hf:d2'; '|' joins parts on the same cards, '+' parts on cards of their own"),
+    ("FSDP:d2", 0, "unknown backend 'FSDP' (did you mean 'fsdp'?)"),
     ("fsdp:d2-x", 7, "unexpected '-x'"),
     ("fsdp:d2'a", 7, 'unexpected "\'a"'),
     ("fsdp:d2?note='a|hf:d0", 13, "quote ' is not closed"),

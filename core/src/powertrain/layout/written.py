@@ -78,7 +78,9 @@ class Written:
             self.fault(found.start("via"), f"unknown transfer {via!r}{nearest(via, known)}; there are: {listed}")
 
     def _stray(self, found: re.Match[str], piece: str) -> None:
-        self.fault(found.start(piece), f"unexpected {shorten(found[piece].strip(), 20)!r}", when=found[piece])
+        text = found[piece].strip()
+        hint = "; '|' joins parts on the same cards, '+' parts on cards of their own" if ":" in text else ""
+        self.fault(found.start(piece), f"unexpected {shorten(text, 20)!r}{hint}", when=found[piece])
 
     def _sizes(self) -> tuple[dict[str, int], dict[str, int] | None]:
         """Return the sizes by axis, and with sections, those of `attn` and those of `ffn`."""

@@ -1,0 +1,25 @@
+"""Options of plugins: what is read, and how a wrong value or name is told."""
+
+import pytest
+
+from powertrain.errors import ConfigError
+from powertrain.options import OptionSpec, convert, nearest
+
+
+def test_nearest_word_is_found_in_any_case():
+    assert nearest("FSDP", ["fsdp", "hf"]) == " (did you mean 'fsdp'?)"
+    assert nearest("distopt", ["DistOpt"]) == " (did you mean 'DistOpt'?)"
+    assert nearest("other", ["fsdp", "hf"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("choices", "given", "ending"),
+    [
+        (("auto", "cpu", "cuda"), "gpu", "it takes auto, cpu, cuda"),
+        (("none", "full", "selective", "memory_budget"), "ful", "memory_budget (did you mean 'full'?)"),
+    ],
+)
+def test_one_of_few_choices_is_not_guessed(choices, given, ending):
+    with pytest.raises(ConfigError) as caught:
+        convert(OptionSpec(name="kind", choices=choices), given)
+    assert str(caught.value).endswith(ending)
