@@ -94,6 +94,14 @@ def test_check_tells_planned_missing_and_failed_apart(dists, only):
     assert all(row["detail"].startswith(f"backend '{name}' of zz-{name} 1.0 ") for name, row in rows.items())
 
 
+def test_check_names_the_methods_that_an_engine_lacks(dists, only):
+    engine = "import powertrain as pt\nclass Engine(pt.TrainEngine):\n    def prepare(self, env): pass"
+    dists.add("half", files={"engine.py": engine})
+    (row,) = only("half")
+    assert (row["status"], row["failure"]) == ("failed", "unfinished")
+    assert "lacks the methods build, close, " in row["detail"]
+
+
 def test_check_survives_a_plugin_that_dies(dists, only):
     dists.add("good", files={"engine.py": "class Engine: pass"})
     dists.add("dies", hooks="import os, sys; print('last words', file=sys.stderr, flush=True); os._exit(7)")

@@ -25,6 +25,7 @@ is a `PluginError` whose message is one line that names the plugin, its dist, it
     wrong-return: the hook returned something else than one spec of the right type and name
     api-too-new: the plugin was made for a newer API than this core's
     api-too-old: the plugin was made for an older major API than this core's
+    unfinished: the class that the plugin names lacks methods of its interface (told by the check alone)
     not-ready: the plugin describes an engine that is not there yet
     crash: the child process that checked the plugin died
     deadline: the child process that checked the plugin did not end in time

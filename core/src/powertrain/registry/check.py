@@ -89,7 +89,9 @@ def examine(info: PluginInfo) -> dict[str, Any]:
             raise fail(info, "missing-dependency", cause)
         for field in SPECS[info.kind][1]:
             if getattr(spec, field):
-                registry.load_class(spec, field)
+                found = registry.load_class(spec, field)
+                if lacking := ", ".join(sorted(getattr(found, "__abstractmethods__", ()))):
+                    raise fail(info, "unfinished", f"its {field} {getattr(spec, field)!r} lacks the methods {lacking}")
     except PluginError as exc:
         status = {"not-ready": "planned", "missing-dependency": "missing"}.get(exc.kind, "failed")
         return _told(spec, status, str(exc), exc.kind if status == "failed" else "")
