@@ -116,7 +116,7 @@ def test_failed_run_tells_where_to_look(recipe_file, tmp_path):
     done = powertrain("run", recipe_file, "--folder", tmp_path / "run", "ppo.reward=mine.py:nothing")
     assert done.returncode == 1
     assert "error: reward 'mine.py:nothing' returned nan" in done.stderr
-    assert f"powertrain resume {tmp_path / 'run'}" in done.stderr
+    assert f"powertrain resume {tmp_path / 'run'}` begins it anew, since no checkpoint was saved yet" in done.stderr
     assert "RewardError" in (tmp_path / "run" / "logs" / "driver.log").read_text()
 
 
@@ -131,3 +131,9 @@ def test_folder_of_another_run_is_not_written_into(recipe_file, tmp_path):
     done = powertrain("run", recipe_file, "--folder", tmp_path / "run")
     assert done.returncode == 2
     assert "is there already" in done.stderr
+
+
+def test_usage_error_names_what_is_required_alone(tmp_path):
+    done = powertrain("run")
+    assert done.returncode == 2
+    assert done.stderr.rstrip().endswith("required: RECIPE.yaml")

@@ -21,7 +21,7 @@ FIXED: Final = ("recipe", "model", "seed", "lora", "name", "runs", "base")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `powertrain resume`."""
     parser.add_argument("folder", metavar="RUN_DIR", help="folder of the run")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the run's config.yaml")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="laid over the run's config.yaml")
     allow_mixed(parser)
 
 

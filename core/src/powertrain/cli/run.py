@@ -30,7 +30,9 @@ AGAIN: Final = "POWERTRAIN_STARTED_AGAIN"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `powertrain run`."""
     parser.add_argument("recipe", metavar="RECIPE.yaml", help="recipe file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the file; a.b=c reaches inside")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="laid over the file; a.b=c reaches inside"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print configuration and placement, start nothing")
     parser.add_argument("--folder", metavar="RUN_DIR", help="the run's folder, new; made below `runs` if not given")
     allow_mixed(parser)
@@ -97,7 +99,9 @@ def carry_on(config: RunConfig, folder: RunFolder, registry: Registry, *, resume
     finally:
         signal.signal(signal.SIGTERM, before)
     if folder.config_file.is_file():
-        told += f"; `powertrain resume {folder.path}` goes on from the last checkpoint"
+        saved = any(folder.checkpoints.glob("step-*"))
+        where = "goes on from the last checkpoint" if saved else "begins it anew, since no checkpoint was saved yet"
+        told += f"; `powertrain resume {folder.path}` {where}"
     sys.stdout.flush()
     sys.stderr.write(f"{told}\n")
     return status
