@@ -124,7 +124,7 @@ def test_function_is_found_in_a_module():
         ("mine.py:number", "is a int, not a function"),
         ("broken.py:x", "cannot be imported: ZeroDivisionError"),
         ("no_such_module:x", "cannot be imported: ModuleNotFoundError"),
-        ("powertrain_ppo.tasks:exat", "has no attribute 'exat'"),
+        ("powertrain_ppo.tasks:exat", r"reward: powertrain_ppo.tasks has no 'exat' \(did you mean 'exact'"),
     ],
 )
 def test_unusable_reference_is_explained(tmp_path, name, match):

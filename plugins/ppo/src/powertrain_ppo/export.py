@@ -55,6 +55,7 @@ def plot(rows: Sequence[Mapping[str, Any]], file: Path, title: str) -> None:
     """Draw reward, held-out accuracy and train/infer mismatch over steps into a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(9, 7), layout="constrained")
     FigureCanvasAgg(figure)
@@ -73,6 +74,7 @@ def plot(rows: Sequence[Mapping[str, Any]], file: Path, title: str) -> None:
         lower.set_yscale("log")
     lower.set_ylabel("training against inference")
     lower.set_xlabel("step")
+    lower.xaxis.set_major_locator(MaxNLocator(integer=True))
     lower.legend(loc="best")
     for axes in (upper, lower):
         axes.grid(alpha=0.3)

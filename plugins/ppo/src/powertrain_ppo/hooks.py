@@ -20,7 +20,13 @@ OPTIONS = (
         help="A JSONL file, or 'module:function' or 'file.py:function' that returns records with a `prompt`.",
     ),
     OptionSpec(name="data_options", type="mapping", default={}, help="Keyword arguments of the data function."),
-    OptionSpec(name="held_out", type="int", default=128, minimum=0, help="Rows kept for evaluation, never trained on."),
+    OptionSpec(
+        name="held_out",
+        type="int",
+        default=128,
+        minimum=0,
+        help="Rows kept for evaluation, never trained on; a few more where rows share a key.",
+    ),
     OptionSpec(
         name="reward",
         default="powertrain_ppo.tasks:exact",

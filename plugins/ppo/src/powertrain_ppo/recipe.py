@@ -57,16 +57,19 @@ class Ppo(Recipe):
         with Progress(self.options["steps"]) as progress:
             loop = Loop(context, self.options, self.data, self.reward, self.verdict, progress)
             await loop.run()
+        from powertrain.run.metrics import read_metrics
+
+        rows = read_metrics(context.folder.metrics_file)
         if self.options["plot"]:
-            from powertrain.run.metrics import read_metrics
             from powertrain_ppo.export import plot
 
             file = context.folder.path / "plot.png"
-            plot(
-                read_metrics(context.folder.metrics_file),
-                file,
-                f"{context.config['name']}: {context.config['engines']}",
-            )
+            plot(rows, file, f"{context.config['name']}: {context.config['engines']}")
+            progress.say(f"plotted {file}")
+        first, last = rows[0], rows[-1]
+        if "eval/accuracy" in first and "eval/accuracy" in last:
+            before, after, count = first["eval/accuracy"], last["eval/accuracy"], last["eval/rows"]
+            progress.say(f"held-out accuracy {before:.3f} -> {after:.3f} on {count} prompts in {last['step']} steps")
         progress.say(f"run folder: {context.folder.path}")
 
 

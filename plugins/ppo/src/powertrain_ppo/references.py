@@ -6,13 +6,13 @@ import hashlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from powertrain.errors import ConfigError
 from powertrain.options import nearest
-from powertrain.specs import load_object
 
 
 def load_function(name: str, *, what: str, path: Callable[[str], Path]) -> Callable[..., Any]:
@@ -26,19 +26,16 @@ def load_function(name: str, *, what: str, path: Callable[[str], Path]) -> Calla
         message = f"{what} {name!r} is not of the form 'module:function' or 'path/to/file.py:function'"
         raise ConfigError(message)
     try:
-        if place.endswith(".py"):
-            module = _load_file(path(place), what)
-            found = getattr(module, attribute, None)
-            if found is None:
-                message = f"{what}: {place} has no {attribute!r}{nearest(attribute, vars(module))}"
-                raise ConfigError(message)
-        else:
-            found = load_object(name)
+        module = _load_file(path(place), what) if place.endswith(".py") else import_module(place)
+        found = getattr(module, attribute, None)
     except ConfigError:
         raise
     except Exception as exc:  # a user's module may raise anything at import
         message = f"{what} {name!r} cannot be imported: {type(exc).__name__}: {exc}"
         raise ConfigError(message) from exc
+    if found is None:
+        message = f"{what}: {place} has no {attribute!r}{nearest(attribute, vars(module))}"
+        raise ConfigError(message)
     if not callable(found):
         message = f"{what} {name!r} is a {type(found).__name__}, not a function"
         raise ConfigError(message)

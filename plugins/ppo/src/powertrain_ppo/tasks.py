@@ -30,5 +30,3 @@ def sums(low: int = 10, high: int = 99, shots: int = 2) -> list[dict[str, Any]]:
 def exact(record: Mapping[str, Any], text: str, tokens: Sequence[int]) -> float:
     """Return 1 when the completion is the record's answer and nothing else but blanks around it, else 0."""
     return float(text.strip() == record["answer"])
-
-
