@@ -136,6 +136,13 @@ def test_every_fault_is_told_at_once(read):
         assert word in text
 
 
+def test_key_that_stands_in_a_section_is_shown_its_place(read):
+    with pytest.raises(Violations) as caught:
+        read("lr: 1\nsteps: 3\n")
+    assert "unknown key 'lr' (did you mean 'optim.lr'?)" in str(caught.value)
+    assert "unknown key 'steps' (did you mean 'loop.steps'?)" in str(caught.value)
+
+
 def test_missing_keys_are_all_named(read):
     with pytest.raises(Violations, match=r"(?s)'recipe' is required.*'engines' is required.*'model' is required"):
         read("seed: 1\n", base="")

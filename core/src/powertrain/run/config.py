@@ -16,7 +16,7 @@ from powertrain.errors import ConfigError, PluginError, Violations
 from powertrain.interfaces.build import HeadSpec, LoraSpec, OptimSpec, ScheduleSpec
 from powertrain.layout import Layout, Part, parse_layout
 from powertrain.layout.parts import PART_OPTIONS
-from powertrain.options import collect, nearest, resolve
+from powertrain.options import OptionSpec, collect, nearest, resolve
 from powertrain.registry import Registry
 from powertrain.run.options import CORE_OPTIONS, GROUPS, SCHEDULE_OPTIONS
 from powertrain.run.recipe_file import lay_over, read_yaml, write_yaml
@@ -168,7 +168,7 @@ def _sections(
     tables |= {recipe.name: (recipe.options, True)} if recipe else {}
     if layout and recipe:
         problems += [
-            f"unknown key {key!r}{nearest(str(key), [*_CORE, *tables])}; beside core's keys there are the sections: "
+            f"unknown key {key!r}{_meant(str(key), tables)}; beside core's keys there are the sections: "
             + ", ".join(sorted(tables))
             for key in data
             if key not in _CORE and key not in tables
@@ -186,6 +186,13 @@ def _sections(
         kept = {option.name for option in options if whole}.union(given if isinstance(given, Mapping) else ())
         sections[name] = {key: value for key, value in values.items() if key in kept}
     return {name: section for name, section in sections.items() if section}
+
+
+def _meant(key: str, tables: Mapping[str, tuple[Sequence[OptionSpec], bool]]) -> str:
+    """Return a hint for an unknown key: the section that has an option of that name, else the nearest key."""
+    groups = {**GROUPS, **{name: options for name, (options, _) in tables.items()}}
+    homes = [f"'{name}.{key}'" for name, options in groups.items() if key in {option.name for option in options}]
+    return f" (did you mean {' or '.join(homes)}?)" if homes else nearest(key, [*_CORE, *tables])
 
 
 def _merged(layout: Layout, sections: Mapping[str, Mapping[str, Any]], registry: Registry) -> Layout:
