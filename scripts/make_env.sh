@@ -50,4 +50,4 @@ say "powertrain's own dists, editable"
 args=(-e core)
 for dist in plugins/*/; do args+=(-e "$dist"); done
 pip install -q --no-deps --no-build-isolation "${args[@]}"
-say "done: $venv/bin/powertrain"
+say "done: $venv/bin/powertrain; \`source $venv/bin/activate\` puts it on your PATH"
