@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from powertrain.errors import CheckpointError, ConfigError, DeadlineError
+from powertrain.errors import CheckpointError, ConfigError, DeadlineError, WorkerError
 from powertrain.run.folder import RunFolder
 from powertrain.run.metrics import read_metrics
 
@@ -90,6 +90,20 @@ def test_half_written_checkpoint_is_cleared_on_open(folder):
 def test_full_and_readonly_disks_are_explained(folder, code, word):
     with pytest.raises(CheckpointError, match=word), folder.checkpoint(1, keep_last=1):
         raise OSError(code, "x")
+
+
+@pytest.mark.parametrize("kind", [WorkerError, CheckpointError])
+def test_full_disk_that_a_rank_met_is_explained_too(folder, kind):
+    told = kind("fsdp rank 1: CheckpointException: Traceback ...\nOSError: [Errno 28] No space left on device\n")
+    with pytest.raises(CheckpointError, match=r"failed: the disk is full; .* runs=FOLDER$") as caught:  # noqa: SIM117
+        with folder.checkpoint(1, keep_last=1):
+            raise told
+    assert caught.value.__cause__ is told
+
+
+def test_other_faults_of_a_rank_keep_their_words(folder):
+    with pytest.raises(WorkerError, match="Errno 5"), folder.checkpoint(1, keep_last=1):
+        raise WorkerError("OSError: [Errno 5] Input/output error")
 
 
 def test_missed_deadline_keeps_its_own_words(folder):

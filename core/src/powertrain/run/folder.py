@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Final, Self
 
-from powertrain.errors import CheckpointError, ConfigError, PowertrainError
+from powertrain.errors import CheckpointError, ConfigError, PowertrainError, WorkerError
 from powertrain.run.metrics import append_metrics, cut_metrics, unused
 
 _STEP: Final = re.compile(r"step-(\d{6,})")
@@ -36,6 +36,15 @@ def _explained(what: str) -> Iterator[None]:
     """Turn an error of the file system into ours, with the cause in words and the way out."""
     try:
         yield
+    except (
+        WorkerError,
+        CheckpointError,
+    ) as exc:  # a library inside an engine may have wrapped what the file system said
+        for code in map(int, re.findall(r"\[Errno (\d+)\]", str(exc))):
+            if code in _CAUSES:
+                message = f"{what} failed: {_CAUSES[code]}"
+                raise CheckpointError(message) from exc
+        raise
     except (PowertrainError, FileExistsError):  # a DeadlineError is an OSError too and says more than we could
         raise
     except OSError as exc:
