@@ -39,7 +39,7 @@ def _explained(what: str) -> Iterator[None]:
     except (
         WorkerError,
         CheckpointError,
-    ) as exc:  # a library inside an engine may have wrapped what the file system said
+    ) as exc:  # a library in an engine may have wrapped what the system said
         for code in map(int, re.findall(r"\[Errno (\d+)\]", str(exc))):
             if code in _CAUSES:
                 message = f"{what} failed: {_CAUSES[code]}"
