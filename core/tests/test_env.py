@@ -90,13 +90,13 @@ def test_unusable_variable_is_refused(layer, told):
     assert told in str(caught.value)
 
 
-def test_server_gets_no_rank_of_the_parent():
+def test_server_gets_no_rank_of_the_parent():  # B31
     env = build_environment(inherited=TORCHRUN_PARENT)
     assert [name for name in env if is_rank_variable(name)] == []
     assert (env["HF_HOME"], env["PATH"]) == ("/h", "/usr/bin:/bin")
 
 
-def test_training_workers_get_fresh_ranks():
+def test_training_workers_get_fresh_ranks():  # B31
     envs = [
         build_environment(inherited=TORCHRUN_PARENT, rank=rank_variables(rank, 4, rank, 4, "127.0.0.1", 23456))
         for rank in range(4)
@@ -218,7 +218,7 @@ def _record(env):
     return json.loads(done.stdout)
 
 
-def test_started_process_finds_determinism_at_its_first_point():
+def test_started_process_finds_determinism_at_its_first_point():  # B21
     env = build_environment(deterministic=True, seed=1234, user={"CUBLAS_WORKSPACE_CONFIG": ":16:8"})
     one, two = _record(env), _record(env)
     assert one == two

@@ -22,7 +22,7 @@ def test_design_examples_keep_their_text(parse):
     assert [str(parse(text)) for text in texts] == texts
 
 
-def test_instances_come_from_the_serving_side(parse):
+def test_instances_come_from_the_serving_side(parse):  # B33
     layout = parse("megatron:d2t4p2+sglang:d4t2")
     train, infer = layout.parts
     assert (train.world, train.instances, train.cards_per_instance) == (16, 1, 16)
@@ -33,7 +33,7 @@ def test_instances_come_from_the_serving_side(parse):
     assert [infer.place(j).card for j in range(8)] == list(range(16, 24))
 
 
-def test_instances_on_shared_cards_are_contiguous(parse):
+def test_instances_on_shared_cards_are_contiguous(parse):  # B33
     layout = parse("fsdp:d8|vllm:d2t2p2")
     infer = layout.part("vllm")
     assert (layout.cards, infer.instances, infer.cards_per_instance) == (8, 2, 4)
@@ -41,7 +41,7 @@ def test_instances_on_shared_cards_are_contiguous(parse):
     assert [infer.place(rank).card for rank in range(8) if infer.place(rank).instance == 1] == [4, 5, 6, 7]
 
 
-def test_each_data_rank_serves_alone(parse):
+def test_each_data_rank_serves_alone(parse):  # B33
     (part,) = parse("vllm:d8").parts
     assert (part.instances, part.cards_per_instance) == (8, 1)
 
@@ -70,51 +70,51 @@ def test_inference_before_training_takes_the_first_cards(parse):
     assert [list(part.cards) for part in layout.parts] == [[0, 1], [2, 3]]
 
 
-def test_colocated_parts_have_the_same_cards(parse):
+def test_colocated_parts_have_the_same_cards(parse):  # B25
     layout = parse("fsdp:d4|vllm:d4")
     assert layout.cards == 4
     assert [part.cards for part in layout.parts] == [range(4), range(4)]
     layout.check_cluster(cards=4)
 
 
-def test_separate_parts_share_no_card(parse):
+def test_separate_parts_share_no_card(parse):  # B25
     layout = parse("megatron:d2t1+sglang:d1t2")
     assert layout.cards == 4
     assert not set(layout.parts[0].cards) & set(layout.parts[1].cards)
     layout.check_cluster(cards=4)
 
 
-def test_too_small_cluster_tells_the_sum(parse):
+def test_too_small_cluster_tells_the_sum(parse):  # B25
     with pytest.raises(DeviceError, match=r"needs 8 cards \(4 \+ 4\), the cluster has 4 \(1 x 4\);"):
         parse("megatron:d2t2+sglang:d2t2").check_cluster(cards=4, nodes=1)
 
 
-def test_cluster_counts_all_nodes(parse):
+def test_cluster_counts_all_nodes(parse):  # B25
     layout = parse("megatron:d2t4p2+sglang:d4t2")
     layout.check_cluster(cards=8, nodes=4)
     with pytest.raises(DeviceError, match=r"needs 24 cards \(16 \+ 8\), the cluster has 16 \(2 x 8\)"):
         layout.check_cluster(cards=8, nodes=2)
 
 
-def test_colocated_sizes_must_be_equal(faults):
+def test_colocated_sizes_must_be_equal(faults):  # B25
     ((at, message),) = faults("fsdp:d4|vllm:d2")
     assert at == 8
     assert "'fsdp' has 4 cards, 'vllm' has 2" in message
 
 
-def test_expert_tensor_size_is_one_unless_given(parse):
+def test_expert_tensor_size_is_one_unless_given(parse):  # B09 (a)
     (part,) = parse("megatron:d1t4e4").parts
     assert (part.world, part.expert) == (4, Expert(ep=4, etp=1, dp=1))
 
 
-def test_too_few_ranks_for_experts_are_refused(faults):
+def test_too_few_ranks_for_experts_are_refused(faults):  # B09 (b)
     ((at, message),) = faults("megatron:d4p2e8")
     assert at == 13
     assert "2*1*8 = 16" in message
     assert "world 8" in message
 
 
-def test_expert_data_size_follows(parse):
+def test_expert_data_size_follows(parse):  # B09 (c)
     (part,) = parse("megatron:t2p2d4e4").parts
     assert (part.world, part.axes["d"], part.expert) == (16, 4, Expert(ep=4, etp=1, dp=2))
 

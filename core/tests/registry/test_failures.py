@@ -130,7 +130,7 @@ def test_hook_of_every_group_is_named_after_its_kind():
     assert {group: f"powertrain_{kind}" for group, kind in KIND_OF_GROUP.items()} == HOOK_OF_GROUP
 
 
-def test_half_registered_plugin_leaves_no_hook_behind(dists):
+def test_half_registered_plugin_leaves_no_hook_behind(dists):  # B29
     other = "\n@hookimpl\ndef powertrain_launcher():\n    raise RuntimeError('not asked for')\n"
     site = dists.add("bad", hooks=hook('raise RuntimeError("half way")') + other)
     registry = Registry()
@@ -161,7 +161,7 @@ def test_missing_dependency_says_which_extra_brings_it(dists):
         Registry().backend("needy")
 
 
-def test_unknown_name_lists_all_and_the_nearest(dists):
+def test_unknown_name_lists_all_and_the_nearest(dists):  # B29
     dists.add("good")
     dists.add("bad", hooks="1 / 0")
     dists.add("half", hooks=hook('raise RuntimeError("x")'))
@@ -182,7 +182,7 @@ def test_unknown_kind_points_at_the_nearest():
         Registry().get("backends", "fsdp")
 
 
-def test_each_failed_plugin_warns_once_and_the_good_ones_come(dists):
+def test_each_failed_plugin_warns_once_and_the_good_ones_come(dists):  # B29
     dists.add("good")
     dists.add("bad", hooks='raise ImportError("no module named fancy_gpu_lib")')
     dists.add("half", hooks=hook('raise RuntimeError("x")'))

@@ -155,7 +155,7 @@ async def test_one_share_failing_cancels_the_others(pool, ask):
     assert await facts(pool, "cancelled") == [["sleep"], []]
 
 
-async def test_determinism_is_in_the_environment_before_the_worker_starts(make_driver):
+async def test_determinism_is_in_the_environment_before_the_worker_starts(make_driver):  # B21
     specs = {"toytrain": {"deterministic": True, "seed": 7}}
     async with make_driver("toytrain:d1", inline="never", specs=specs, env={"MY": "a=b, c"}) as driver:
         (found,) = await driver.train["toytrain"].health()
@@ -164,7 +164,7 @@ async def test_determinism_is_in_the_environment_before_the_worker_starts(make_d
         assert (found["asked"]["MY"], found["missing"]) == ("a=b, c", [])
 
 
-async def test_a_trainers_rank_variables_never_reach_a_server(make_driver, monkeypatch):
+async def test_a_trainers_rank_variables_never_reach_a_server(make_driver, monkeypatch):  # B31
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
     async with make_driver("toytrain:d1+toyinfer:d1", inline="never") as driver:

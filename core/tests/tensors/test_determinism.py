@@ -34,7 +34,7 @@ def _first_seen(device="cuda", **extra):
     return json.loads(run.stdout)
 
 
-def test_switches_are_on_at_construction_in_two_processes():
+def test_switches_are_on_at_construction_in_two_processes():  # B21
     first, second = _first_seen(), _first_seen(CUBLAS_WORKSPACE_CONFIG=":16:8", PYTHONHASHSEED="1234")
     assert first["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert second["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"

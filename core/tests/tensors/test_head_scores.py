@@ -131,7 +131,7 @@ def test_no_float32_copy_outlives_the_forward(chunk):
     assert saved[0].data_ptr() == weight.data_ptr()
 
 
-def test_in_place_update_and_new_parameter_are_seen_at_once():
+def test_in_place_update_and_new_parameter_are_seen_at_once():  # B13
     module = torch.nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
     with torch.no_grad():
         module.weight.copy_(torch.tensor([[1.0, 1.0], [2.0, 2.0]]))
@@ -156,7 +156,7 @@ def test_update_between_two_scores_is_seen(chunk):
     torch.testing.assert_close(lp, _reference(hidden, weight, targets)[0], rtol=1e-5, atol=1e-5)
 
 
-def test_tied_head_stays_tied_and_keeps_its_dtype():
+def test_tied_head_stays_tied_and_keeps_its_dtype():  # B15
     embed = torch.nn.Embedding(4, 2, dtype=torch.bfloat16)
     linear = torch.nn.Linear(2, 4, bias=False, dtype=torch.bfloat16)
     linear.weight = embed.weight
