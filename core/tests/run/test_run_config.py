@@ -148,6 +148,12 @@ def test_missing_keys_are_all_named(read):
         read("seed: 1\n", base="")
 
 
+def test_empty_file_lacks_the_required_keys(tmp_path):
+    (tmp_path / "empty.yaml").touch()
+    with pytest.raises(Violations, match="'engines' is required"):
+        load_config(tmp_path / "empty.yaml")
+
+
 def test_layout_fault_stands_beside_the_others(read):
     with pytest.raises(Violations, match=r"(?s)seed.*tx"):
         read("seed: no\n", "engines=tx:d1|inf:d1")
@@ -262,4 +268,20 @@ def test_schedule_that_cannot_be_is_refused_beside_the_other_faults(read, words,
     with pytest.raises(Violations) as caught:
         read("", *words, "sed=1")
     assert len(caught.value.problems) == 2
+    assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["model='null'"], "'model' is required"),  # the text null means none, as in a config string
+        (["recipe=none"], "'recipe' is required"),
+        (["optim.lr=.nan"], "option 'lr' needs a value of type float, got nan"),
+        (["timeouts.start=.nan"], "option 'start' needs a value of type float, got nan"),
+        ([f"seed={2**63}"], f"option 'seed' is {2**63}; the most allowed is {2**63 - 1}"),
+    ],
+)
+def test_value_that_no_run_can_use_is_refused(read, words, told):
+    with pytest.raises(Violations) as caught:
+        read("", *words)
     assert told in str(caught.value)

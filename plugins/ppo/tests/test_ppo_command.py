@@ -82,7 +82,10 @@ def test_inline_engines_find_their_variables_at_the_start(recipe_file, tmp_path)
         "run", recipe_file, "--folder", tmp_path / "run", "ppo.steps=1", "ppo.reward=told.py:told", "env.MINE=a=b, c"
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == f"run folder: {tmp_path / 'run'}"
+    said = done.stdout.splitlines()
+    assert said[0] == f"starting fsdp:d1|hf:d1 in {tmp_path / 'run'}"
+    assert said[-2].startswith("held-out accuracy ")
+    assert said[-1] == f"run folder: {tmp_path / 'run'}"
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert seen["PYTHONHASHSEED"] == "5"
     assert seen["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

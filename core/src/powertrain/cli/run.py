@@ -83,6 +83,9 @@ def carry_on(config: RunConfig, folder: RunFolder, registry: Registry, *, resume
     """Carry a run out in its folder; Ctrl-C and SIGTERM close all engines; all ends say how to go on."""
     # Progress bars of the libraries inside the engines would tear the run's own display; read when they are imported.
     os.environ.setdefault("TQDM_DISABLE", "1")
+    # Loading libraries and weights takes a while, in which there is nothing else to see.
+    sys.stdout.write(f"starting {config['engines']} in {folder.path}\n")
+    sys.stdout.flush()
     before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         carry_out(config, folder, registry=registry, resumed=resumed)

@@ -45,6 +45,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         fault = "is not YAML" if isinstance(exc, yaml.YAMLError) else "cannot be read"
         message = f"recipe file {str(path)!r} {fault}: {exc}"
         raise ConfigError(message) from exc
+    data = {} if data is None else data  # an empty file: what it lacks is told with all else
     if not isinstance(data, dict):
         message = f"recipe file {str(path)!r} holds a {type(data).__name__}; it must be a mapping of keys"
         raise ConfigError(message)

@@ -14,7 +14,7 @@ COLUMNS: Final = (
     ("tok/s", "time/tokens_per_s", "{:.0f}"),
     ("version", "weight_version", "{}"),
     ("|Δlogp|", "mismatch/mean", "{:.1e}"),
-    ("generate", "time/generate", "{:.1f}s"),
+    ("gen", "time/generate", "{:.1f}s"),
     ("train", "time/train", "{:.1f}s"),
     ("sync", "time/sync", "{:.2f}s"),
 )
