@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
@@ -85,10 +86,10 @@ def convert(spec: OptionSpec, value: Any) -> Any:
         message = f"option {spec.name!r} is {result!r}; it takes {', '.join(map(str, spec.choices))}{hint}"
         raise ConfigError(message)
     if spec.minimum is not None and result < spec.minimum:
-        message = f"option {spec.name!r} is {result}; the least allowed is {spec.minimum:g}"
+        message = f"option {spec.name!r} is {result}; the least allowed is {spec.minimum}"
         raise ConfigError(message)
     if spec.maximum is not None and result > spec.maximum:
-        message = f"option {spec.name!r} is {result}; the most allowed is {spec.maximum:g}"
+        message = f"option {spec.name!r} is {result}; the most allowed is {spec.maximum}"
         raise ConfigError(message)
     return result
 
@@ -108,9 +109,9 @@ def _integer(value: Any) -> int:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool):
+    if isinstance(value, bool) or math.isnan(number := float(value)):
         raise ValueError
-    return float(value)
+    return number
 
 
 def _boolean(value: Any) -> bool:

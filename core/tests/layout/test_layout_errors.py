@@ -73,7 +73,7 @@ ONE_FAULT = [
     ("fsdp:d2?nte=1", 8, "backend 'fsdp' has no option 'nte' (did you mean 'note'?); it has: dtype,"),
     ("fsdp:d2?lr=1&lr=2", 13, "option 'lr' stands there twice"),
     ("fsdp:d2?lr=fast", 11, "option 'lr' needs a value of type float, got 'fast'"),
-    ("fsdp:d2?lr=nan", 11, "option 'lr' takes finite numbers"),
+    ("fsdp:d2?lr=nan", 11, "option 'lr' needs a value of type float, got 'nan'"),
     ("fsdp:d2?extra='{\"a\": 1e999}'", 14, "option 'extra' takes finite numbers"),
     ("fsdp:d2?dtype=fp16", 14, "option 'dtype' is 'fp16'; it takes bf16, fp32"),
     ("vllm:d1?gpu_memory_utilization=1.5", 31, "the most allowed is 1"),

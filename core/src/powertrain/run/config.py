@@ -104,10 +104,12 @@ def load_config(
 def resolve_config(data: Mapping[str, Any], *, registry: Registry | None = None) -> RunConfig:
     """Resolve a recipe file's mapping; raises `Violations` with every fault."""
     registry = registry or Registry()
-    problems = [f"{key!r} is required: {_CORE[key].help}" for key in _REQUIRED if data.get(key) is None]
+    problems: list[str] = []
     values = _core_values(data, problems)
+    given = {**values, "engines": data.get("engines")}
+    problems += [f"{key!r} is required: {_CORE[key].help}" for key in _REQUIRED if given[key] is None]
     layout = _found(data.get("engines"), lambda text: parse_layout(text, registry=registry), problems)
-    recipe = _found(data.get("recipe"), lambda name: registry.recipe(str(name)), problems)
+    recipe = _found(values["recipe"], registry.recipe, problems)
     sections = _sections(data, layout, recipe, problems)
     try:
         check_schedule(_schedule(values["optim"]["schedule"], sections.get(recipe.name, {}) if recipe else {}))

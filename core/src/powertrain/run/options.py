@@ -36,7 +36,7 @@ CORE_OPTIONS: Final = (
     OptionSpec(name="model", help="a folder in HF format, a hub id, or package:DIST/FILE.gguf"),
     OptionSpec(name="device", default="auto", choices=("auto", "cpu", "cuda"), help="what the layout's cards are"),
     OptionSpec(name="dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of the held weights"),
-    OptionSpec(name="seed", type="int", default=0, minimum=0, help="of everything random in the run"),
+    OptionSpec(name="seed", type="int", default=0, minimum=0, maximum=2**63 - 1, help="of everything random"),
     OptionSpec(name="deterministic", type="bool", default=True, help="same seed and config give bitwise equal numbers"),
     OptionSpec(name="head", type="mapping", default={}, help="precision of the LM head, one setting for both sides"),
     OptionSpec(name="head_mismatch", default="refuse", choices=("refuse", "allow"), help="may one side alone differ"),
