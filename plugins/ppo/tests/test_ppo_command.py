@@ -94,12 +94,16 @@ def test_inline_engines_find_their_variables_at_the_start(recipe_file, tmp_path)
     assert seen["POWERTRAIN_STARTED_AGAIN"] is None
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_run_says_how_to_go_on(recipe_file, tmp_path, number):
+@pytest.mark.parametrize(("number", "background"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
+def test_interrupted_run_says_how_to_go_on(recipe_file, tmp_path, number, background):
+    """A shell makes what it runs in the background ignore Ctrl-C; ending it by SIGTERM must be as clean."""
     (tmp_path / "slow.py").write_text(REWARD)
     folder = tmp_path / "run"
     words = ["run", recipe_file, "--folder", folder, "ppo.reward=slow.py:slow", "ppo.export=false"]
-    with subprocess.Popen([*COMMAND, *map(str, words)], stderr=subprocess.PIPE, text=True) as process:
+    command = [*COMMAND, *map(str, words)]
+    if background:
+        command = ["bash", "-c", "trap '' INT; exec \"$@\"", "bash", *command]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         watcher = (
             f"import pathlib, time\nwhile not pathlib.Path({str(tmp_path / 'waiting')!r}).exists(): time.sleep(0.02)"
         )

@@ -79,6 +79,13 @@ def start_again(config: RunConfig, registry: Registry) -> None:
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**wanted, AGAIN: "1"})
 
 
+def _interrupt(*_: object) -> None:
+    """Do what Ctrl-C does, also in a process that a shell has made ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        raise KeyboardInterrupt
+    signal.raise_signal(signal.SIGINT)
+
+
 def carry_on(config: RunConfig, folder: RunFolder, registry: Registry, *, resumed: bool) -> int:
     """Carry a run out in its folder; Ctrl-C and SIGTERM close all engines; all ends say how to go on."""
     # Progress bars of the libraries inside the engines would tear the run's own display; read when they are imported.
@@ -86,7 +93,7 @@ def carry_on(config: RunConfig, folder: RunFolder, registry: Registry, *, resume
     # Loading libraries and weights takes a while, in which there is nothing else to see.
     sys.stdout.write(f"starting {config['engines']} in {folder.path}\n")
     sys.stdout.flush()
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         carry_out(config, folder, registry=registry, resumed=resumed)
     except KeyboardInterrupt:
