@@ -41,3 +41,18 @@ def test_weights_lie_on_completions_alone():
     made = batch()
     assert made.weights.tolist() == [0, 0, 0, 1, 1, 0, 1]
     assert made.size == 2
+
+
+@pytest.mark.parametrize("prompt", [[], [[1, 2]], [0.5], 7, ["a"]])
+def test_prompt_that_is_no_row_of_ids_is_refused(prompt):
+    from powertrain.interfaces.data import GenerateRequest
+
+    with pytest.raises(ConfigError, match="request 'r': a prompt is one row of at least 1 token id"):
+        GenerateRequest(request_id="r", prompt=prompt)
+
+
+def test_prompt_given_as_a_list_becomes_an_array():
+    from powertrain.interfaces.data import GenerateRequest
+
+    prompt = GenerateRequest(request_id="r", prompt=[3, 4]).prompt
+    assert (prompt.dtype, prompt.tolist()) == (np.int64, [3, 4])

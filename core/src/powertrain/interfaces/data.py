@@ -53,14 +53,24 @@ class SamplingParams:
 class GenerateRequest:
     """One prompt, `sampling.n` completions of it.
 
-    request_id: unique among requests in flight; names it in abort and in logs. prompt: token ids, int64 [P], P >= 1.
-    adapter: versioned adapter name, or None for what the engine serves by default.
+    request_id: unique among requests in flight; names it in abort and in logs. prompt: token ids, int64 [P], P >= 1; a
+    list becomes an array. adapter: versioned adapter name, or None for what the engine serves by default.
     """
 
     request_id: str
     prompt: IntArray
     sampling: SamplingParams = field(default_factory=SamplingParams)
     adapter: str | None = None
+
+    def __post_init__(self) -> None:
+        import numpy as np
+
+        prompt = np.asarray(self.prompt)
+        if prompt.ndim != 1 or prompt.size < 1 or prompt.dtype.kind not in "iu":
+            got = f"{self.prompt!r}"[:80]
+            message = f"request {self.request_id!r}: a prompt is one row of at least 1 token id, got {got}"
+            raise ConfigError(message)
+        object.__setattr__(self, "prompt", prompt.astype(np.int64, copy=False))
 
 
 @record(kw_only=False)
