@@ -35,6 +35,11 @@ def test_errors_come_through_and_closing_twice_is_fine(batch, order):
     engine.close()
 
 
+def test_unknown_argument_is_told_with_the_nearest_one():
+    with pytest.raises(ConfigError, match=r"no argument 'optimm' \(did you mean 'optim'"):
+        powertrain.open_engine("toytrain:d1", optimm=None)
+
+
 def test_several_parts_are_refused():
     with pytest.raises(ConfigError, match="has 2 parts; open_engine takes one"):
         powertrain.open_engine("toytrain:d1|toyinfer:d1")

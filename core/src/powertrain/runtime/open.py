@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from powertrain.errors import ConfigError
+from powertrain.errors import ConfigError, Violations
 from powertrain.interfaces.build import EngineSpec, RankSpec
+from powertrain.options import nearest
 
 if TYPE_CHECKING:
     from powertrain.registry import Registry
@@ -58,6 +60,10 @@ def open_engine(
 
         model = str(materialize(model))
     place = RankSpec(device=resolve_device(device))
+    known = [field.name for field in dataclasses.fields(EngineSpec)]
+    wrong = [f"open_engine has no argument {name!r}{nearest(name, known)}" for name in spec if name not in known]
+    if wrong:
+        raise Violations(wrong)
     template = EngineSpec(backend=part.backend, role=part.role, model=model, place=place, **spec)
     with contextlib.ExitStack() as stack:  # closed here if anything fails, else by the client
         folder = run_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="powertrain-"))
