@@ -262,3 +262,8 @@ def test_mapping_is_plain(parse):
 def test_handwritten_mapping_is_read(parse, registry):
     mapping = {"groups": [[{"backend": "megatron", "name": None, "axes": {"d": 2}, "expert_axes": {"e": 2}}]]}
     assert Layout.from_mapping(mapping, registry=registry) == parse("megatron:(attn:d2|ffn:e2)")
+
+
+def test_actor_alone_feeds_inference(parse):
+    layout = parse("fsdp[actor]:d4|fsdp[critic]:d4+sglang[rollout]:d2")
+    assert [(pair.train.label, pair.infer.label) for pair in layout.pairs] == [("actor", "rollout")]

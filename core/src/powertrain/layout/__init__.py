@@ -17,7 +17,8 @@ data parallel. With sections, d*t*p*e of `ffn` equals the world of `attn`, and p
 Names: parts of one role need names as soon as there are two of them; names are unique, also against the backend of a
 part without a name. Cards: groups take slots in the order written, counted from 0; colocated parts have the same slots.
 
-Transfers: a pair is a training part and an inference part that are not frozen. `via` behind a part names the transfer,
+Transfers: a pair is a training part and an inference part that are not frozen; where a training part is named `actor`,
+it alone feeds inference (a critic's weights go nowhere). `via` behind a part names the transfer,
 an installed one, of every pair that this part belongs to: behind the inference part, of all its sources; behind the
 training part, of all it feeds. If both parts of a pair name one, the two must agree. Behind a frozen part, or one
 without a partner, it is an error.

@@ -194,12 +194,14 @@ class Layout:
 
     @property
     def pairs(self) -> tuple[Pair, ...]:
-        """Every training part with every inference part, frozen ones left out."""
+        """Every training part whose weights inference parts take, with each of those; see the package's docstring."""
+        trained = [part for part in self.role("train") if not part.frozen]
+        actors = [part for part in trained if part.name == "actor"]
         return tuple(
             Pair(train, infer, infer.via or train.via, train.first_card == infer.first_card)
-            for train in self.role("train")
+            for train in actors or trained
             for infer in self.role("infer")
-            if not (train.frozen or infer.frozen)
+            if not infer.frozen
         )
 
     def role(self, role: str) -> tuple[Part, ...]:
