@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -33,7 +34,9 @@ def inject(model: nn.Module, lora: LoraSpec, base: str) -> None:
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
     )
-    inject_adapter_in_model(config, model, adapter_name=lora.name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by a name that is going away
+        inject_adapter_in_model(config, model, adapter_name=lora.name)
     dtype = next(p for name, p in model.named_parameters() if "lora_" not in name).dtype
     for name, parameter in model.named_parameters():
         adapter = ".lora_" in name

@@ -116,11 +116,13 @@ class Adapters:
         from peft import PeftModel
 
         try:
-            # In the model's own dtype, as the trainer computes it: PEFT would else hold adapters in float32.
-            if self._tuner is None:
-                self._tuner = PeftModel(self._model, config, adapter_name=inside, autocast_adapter_dtype=False)
-            else:
-                self._tuner.add_adapter(inside, config, autocast_adapter_dtype=False)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by a name that is going away
+                # In the model's own dtype, as the trainer computes it: PEFT would else hold adapters in float32.
+                if self._tuner is None:
+                    self._tuner = PeftModel(self._model, config, adapter_name=inside, autocast_adapter_dtype=False)
+                else:
+                    self._tuner.add_adapter(inside, config, autocast_adapter_dtype=False)
         except ValueError as exc:
             if self._tuner is not None:
                 self._tuner.peft_config.pop(inside, None)
