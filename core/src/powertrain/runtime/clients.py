@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from powertrain.errors import StateError
 from powertrain.runtime.host import METHODS
+from powertrain.weights.transaction import together
 
 if TYPE_CHECKING:
     from powertrain.interfaces.data import FloatArray, GenerateRequest, GenerateResult, LossSpec, StepResult, TrainBatch
@@ -42,12 +43,7 @@ class _Client:
     async def _every(self, method: str, *args: Any) -> list[list[Any]]:
         """Call all engines, wait for all, then raise the first error: none is left half way behind the caller."""
         deadline = self._timeouts[_LIMITS.get(method, "update")]
-        calls = [handle.call(method, *args, deadline=deadline) for handle in self.handles]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return answers  # type: ignore[return-value]
+        return await together(handle.call(method, *args, deadline=deadline) for handle in self.handles)
 
 
 class TrainClient(_Client):

@@ -80,8 +80,7 @@ class EnginePlan:
                 devices=None if self.inline else device_variables(place.device, visible, [slot]),
                 ranks_on_host=ranks_on_host,
             )
-            names = {*self.needs, *(user or {})}
-            names |= set(determinism_variables(spec.seed, env)) if spec.deterministic else set()
+            names = {*self.needs, *(user or {}), *(determinism_variables(spec.seed, env) if spec.deterministic else ())}
             names -= {_AT_START} if self.inline else set()
             found.append((env, {name: env[name] for name in sorted(names)}))
         return found
@@ -106,18 +105,14 @@ def plan_engines(
     """
     labels = [part.label for part in layout.parts]
     if set(labels) != set(templates):
-        message = (
-            f"the layout has the parts {', '.join(labels)}, but specs are given for {', '.join(templates) or 'none'}"
-        )
+        given = ", ".join(templates) or "none"
+        message = f"the layout has the parts {', '.join(labels)}, but specs are given for {given}"
         raise ConfigError(message)
     allow = head_mismatch == "allow"
     pairs = [(templates[pair.train.label].head, templates[pair.infer.label].head) for pair in layout.pairs]
     agree = all(check_head_pair(train, infer, allow_mismatch=allow) for train, infer in pairs)
-    plans = []
-    for part in layout.parts:
-        for instance in range(part.instances):
-            plans.append(_plan(part, instance, templates[part.label], registry, inline))
-    return plans, agree
+    every = [(part, instance) for part in layout.parts for instance in range(part.instances)]
+    return [_plan(part, instance, templates[part.label], registry, inline) for part, instance in every], agree
 
 
 def _plan(part: Part, instance: int, template: EngineSpec, registry: Registry, inline: str) -> EnginePlan:
@@ -131,16 +126,10 @@ def _plan(part: Part, instance: int, template: EngineSpec, registry: Registry, i
     base = replace(template, backend=part.backend, role=part.role, part=part.label, axes=axes, options=options)
     world, device = part.cards_per_instance, template.place.device
     places = [part.place(rank) for rank in range(instance * world, (instance + 1) * world)]
+    same: dict[str, Any] = {"world": world, "instance": instance, "device": device}
     ranks = [
-        RankSpec(
-            rank=place.rank_in_instance,
-            world=world,
-            local_rank=place.rank_in_instance,
-            instance=instance,
-            coordinates=dict(place.coordinates),
-            device=device,
-        )
-        for place in places
+        RankSpec(rank=rank, local_rank=rank, coordinates=dict(place.coordinates), **same)
+        for rank, place in enumerate(places)
     ]
     # The backend is told where its ranks will meet, though not yet on which port.
     asking = replace(base, place=replace(ranks[0], rendezvous=f"{HOST}:0" if world > 1 else ""))
@@ -195,12 +184,8 @@ def pick_transfer(pair: Pair, plans: list[EnginePlan], name: str | None, registr
         found = [spec for spec in known.values() if spec.status != "planned"]
     fitting = [spec for spec in found if reach & set(spec.reach)]
     if not fitting:
-        each = (
-            "; ".join(f"{spec.name!r} reaches within {'/'.join(spec.reach)}" for spec in found) or "none is installed"
-        )
-        message = (
-            f"no transfer fits: {each}, but from {pair.train.label!r} to {pair.infer.label!r} it takes one of "
-            f"{', '.join(sorted(reach))}"
-        )
+        each = "; ".join(f"{spec.name!r} reaches within {'/'.join(spec.reach)}" for spec in found)
+        takes = f"from {pair.train.label!r} to {pair.infer.label!r} it takes one of {', '.join(sorted(reach))}"
+        message = f"no transfer fits: {each or 'none is installed'}, but {takes}"
         raise ConfigError(message)
     return min(fitting, key=lambda spec: (spec.rank, spec.name))

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from powertrain.errors import ConfigError, TransferError
 from powertrain.interfaces.transfer import Endpoint
 from powertrain.interfaces.weights import Piece
-from powertrain.tensors.planned import PlannedTransfer, together
+from powertrain.tensors.planned import PlannedTransfer
 from powertrain.tensors.sink import BoxSink, block_view
+from powertrain.weights.transaction import together
 
 if TYPE_CHECKING:
     from powertrain.interfaces.build import RankSpec

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from powertrain.errors import PowertrainError, TransferError
 from powertrain.interfaces.transfer import Transfer
 from powertrain.weights import Manifest, TransferPlan, plan_transfer
+from powertrain.weights.transaction import together
 
 if TYPE_CHECKING:
     from powertrain.interfaces.transfer import EngineHandle
     from powertrain.weights import Update
-
-
-async def together(calls: Sequence[Awaitable[list[Any]]]) -> list[list[Any]]:
-    """Wait for all calls, then raise the first fault: none is left running behind."""
-    answers = await asyncio.gather(*calls, return_exceptions=True)
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
-    return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
 class PlannedTransfer(Transfer):

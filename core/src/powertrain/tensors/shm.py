@@ -23,9 +23,10 @@ import torch
 from powertrain.errors import TransferError
 from powertrain.interfaces.transfer import Endpoint
 from powertrain.interfaces.weights import Piece
-from powertrain.tensors.planned import PlannedTransfer, together
+from powertrain.tensors.planned import PlannedTransfer
 from powertrain.tensors.sink import block_view
 from powertrain.weights.boxes import ITEM_SIZE
+from powertrain.weights.transaction import together
 
 if TYPE_CHECKING:
     from powertrain.interfaces.build import RankSpec

@@ -7,7 +7,7 @@ version or unfit, the engines that are fit are resumed, and the next update can 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from powertrain.errors import PowertrainError, TransferError
@@ -17,14 +17,17 @@ if TYPE_CHECKING:
     from powertrain.interfaces.transfer import EngineHandle, Transfer
 
 
-async def _each(handles: Sequence[EngineHandle], method: str, *args: Any, deadline: float) -> None:
-    """Call every engine at once, wait for all of them, then raise the first fault: none is left running behind."""
-    answers = await asyncio.gather(
-        *(handle.call(method, *args, deadline=deadline) for handle in handles), return_exceptions=True
-    )
+async def together(calls: Iterable[Awaitable[list[Any]]]) -> list[list[Any]]:
+    """Await all calls at once, wait for all of them, then raise the first fault: none is left running behind."""
+    answers = await asyncio.gather(*calls, return_exceptions=True)
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer
+    return answers  # type: ignore[return-value]
+
+
+async def _each(handles: Sequence[EngineHandle], method: str, *args: Any, deadline: float) -> None:
+    await together(handle.call(method, *args, deadline=deadline) for handle in handles)
 
 
 async def run_update(transfer: Transfer, update: Update, *, deadline: float, pause_mode: str) -> TransferReport:
