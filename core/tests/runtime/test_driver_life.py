@@ -27,7 +27,6 @@ from powertrain.interfaces.build import HeadSpec, RankSpec
 from powertrain.runtime import wire
 from powertrain.weights import WeightVersion
 
-
 _before = set()
 
 

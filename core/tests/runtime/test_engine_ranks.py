@@ -83,7 +83,7 @@ async def test_a_frozen_server_is_given_up_at_its_deadline_and_ended_at_once(mak
         pool = driver.infer["toyinfer"]
         os.kill((await pool.health())[0]["pid"], signal.SIGSTOP)
         with pytest.raises(DeadlineError, match=r"toyinfer rank 0 did not answer 'generate' .* no sign of life"):
-            await pool.handles[0].call("generate", ask(), deadline=0.1)
+            await pool.handles[0].call("generate", ask("sleep"), deadline=0.1)
         with pytest.raises(WorkerError, match="'toyinfer' is not usable any more: toyinfer rank 0 did not answer"):
             await pool.generate(ask())
 
