@@ -23,6 +23,7 @@ from powertrain.runtime.clients import TIMEOUTS, InferPool, TrainClient, all_or_
 from powertrain.runtime.handles import Handle, InlineHandle, WorkerHandle
 from powertrain.runtime.host import CLOSE_SECONDS
 from powertrain.runtime.placement import EnginePlan, check_ready, pick_transfer, plan_engines, visible_for
+from powertrain.weights import TransferReport, Update, WeightVersion
 
 if TYPE_CHECKING:
     from powertrain.interfaces.build import EngineSpec
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from powertrain.layout import Layout
     from powertrain.registry import Registry
     from powertrain.runtime.channel import DriverChannel
-    from powertrain.weights import TransferReport, WeightVersion
 
 _LOG: Final = logging.getLogger("powertrain.driver")
 FAILED_GRACE: Final = 1.0
@@ -152,8 +152,6 @@ class Driver:
 
         Pushes to one part wait for each other. Errors as `powertrain.weights.transaction.run_update`.
         """
-        from powertrain.weights import Update
-
         transfer = self.transfer(train, infer)
         async with self._pushing.setdefault(infer, asyncio.Lock()):
             return await transfer.push(
@@ -230,9 +228,8 @@ class Driver:
                 await asyncio.gather(*greetings.values())
         except TimeoutError as exc:
             late = ", ".join(name for name, one in greetings.items() if one.cancelled())
-            seconds = self.timeouts["start"]
-            message = f"{late} did not register within {seconds:g} s; see {self._logs}"
-            raise DeadlineError(message, who=late, what="start", seconds=seconds) from exc
+            message = f"{late} did not register within {self.timeouts['start']:g} s; see {self._logs}"
+            raise DeadlineError(message, who=late, what="start", seconds=self.timeouts["start"]) from exc
 
     async def _close(self) -> None:
         async with contextlib.AsyncExitStack() as stack:  # last in, first out; each runs whatever the others do

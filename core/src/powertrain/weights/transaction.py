@@ -84,9 +84,6 @@ async def _roll_back(sinks: Sequence[EngineHandle], *, begun: bool, deadline: fl
                 await sink.call("resume", None, deadline=deadline)
             else:
                 unfit.append(sink.name)
-        except (
-            PowertrainError,
-            OSError,
-        ):  # a sink that cannot answer is unfit; the first fault is the one to tell
+        except (PowertrainError, OSError):  # a sink that cannot answer is unfit; the first fault is the one to tell
             unfit.append(sink.name)
     return unfit
