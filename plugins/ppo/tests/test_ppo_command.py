@@ -144,3 +144,15 @@ def test_usage_error_names_what_is_required_alone(tmp_path):
     done = powertrain("run")
     assert done.returncode == 2
     assert done.stderr.rstrip().endswith("required: RECIPE.yaml")
+
+
+def test_full_disk_is_told_without_a_trace(recipe_file, tmp_path):
+    folder = tmp_path / "run"
+    assert powertrain("run", recipe_file, "--folder", folder, "ppo.steps=1", "ppo.export=false").returncode == 0
+    for name in ("versions.part", "logs/driver.log"):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to("/dev/full")
+    done = powertrain("resume", folder, "ppo.steps=2")
+    assert done.returncode == 1
+    assert "failed: the disk is full; make room" in done.stderr
+    assert "Traceback" not in done.stderr

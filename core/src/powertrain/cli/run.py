@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from typing import Any, Final
 
 from powertrain.errors import ConfigError, PowertrainError
@@ -101,7 +102,7 @@ def carry_on(config: RunConfig, folder: RunFolder, registry: Registry, *, resume
     except PowertrainError as exc:
         if not folder.config_file.is_file():
             raise  # refused before anything began
-        with (folder.logs / "driver.log").open("a", encoding="utf-8") as log:
+        with suppress(OSError), (folder.logs / "driver.log").open("a", encoding="utf-8") as log:  # the disk may be full
             log.write(traceback.format_exc())
         told, status = f"error: {exc}\nthe run has stopped; traces are in {folder.logs}", 1
     else:

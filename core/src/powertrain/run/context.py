@@ -13,7 +13,7 @@ from powertrain.interfaces.build import EngineSpec, RankSpec
 from powertrain.interfaces.recipe import Recipe
 from powertrain.registry import Registry
 from powertrain.run.config import RunConfig
-from powertrain.run.folder import RunFolder
+from powertrain.run.folder import RunFolder, explained
 from powertrain.runtime.driver import Driver
 from powertrain.tensors.lora import adapter_config
 from powertrain.weights import TransferReport, VersionCounter
@@ -133,5 +133,6 @@ def carry_out(config: RunConfig, folder: RunFolder, *, registry: Registry, resum
                 shutil.rmtree(folder.path, ignore_errors=True)
             raise
         folder.write_config(config.dump())
-        asyncio.run(context.run(recipe))
+        with explained(f"the run in {str(folder.path)!r}"):
+            asyncio.run(context.run(recipe))
     return context

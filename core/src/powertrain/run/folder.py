@@ -32,7 +32,7 @@ _CAUSES: Final = {
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
+def explained(what: str) -> Iterator[None]:
     """Turn an error of the file system into ours, with the cause in words and the way out."""
     try:
         yield
@@ -86,7 +86,7 @@ class RunFolder:
     def make(cls, path: str | Path) -> RunFolder:
         """Make and lock the folder `path`; FileExistsError when it is there already."""
         folder = Path(path).absolute()
-        with _explained(f"making the run folder {str(folder)!r}"):
+        with explained(f"making the run folder {str(folder)!r}"):
             folder.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir()
             (folder / "logs").mkdir()
@@ -106,7 +106,7 @@ class RunFolder:
     def open(cls, path: str | Path) -> RunFolder:
         """Lock a folder that an earlier run made, and clear what that run left half-written."""
         run = cls(cls.check(path))
-        with _explained(f"clearing {str(path)!r}"):
+        with explained(f"clearing {str(path)!r}"):
             run.logs.mkdir(exist_ok=True)
             run.checkpoints.mkdir(exist_ok=True)
             for left in run.checkpoints.glob(".*"):
@@ -115,14 +115,14 @@ class RunFolder:
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
         """Append one step's line to the metrics."""
-        with _explained(f"writing {self.metrics_file}"):
+        with explained(f"writing {self.metrics_file}"):
             append_metrics(self.metrics_file, step, values)
 
     def write(self, name: str, text: str) -> Path:
         """Write a small text file into the folder, complete or not at all, and return its path."""
         path = self.path / name
         part = path.with_name(path.name + ".part")
-        with _explained(f"writing {path}"):
+        with explained(f"writing {path}"):
             part.write_text(text, encoding="utf-8")
             part.replace(path)
         return path
@@ -143,7 +143,7 @@ class RunFolder:
         final = self.checkpoints / f"step-{step:06d}"
         with self.publishing(final) as part:
             yield part
-        with _explained(f"removing old checkpoints of {self.path}"):
+        with explained(f"removing old checkpoints of {self.path}"):
             for _, old in self.complete()[:-keep_last]:
                 self._drop(old)
 
@@ -151,7 +151,7 @@ class RunFolder:
     def publishing(self, final: Path) -> Iterator[Path]:
         """Give an empty folder to fill; at the end of the block it becomes `final` by a rename, replacing it."""
         part = final.with_name(f".{final.name}.part")
-        with _explained(f"writing {final}"):
+        with explained(f"writing {final}"):
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir()
             try:
@@ -176,7 +176,7 @@ class RunFolder:
 
     def rewind(self, step: int) -> None:
         """Take back the metrics after `step`, since those steps are taken again."""
-        with _explained(f"cutting {self.metrics_file}"):
+        with explained(f"cutting {self.metrics_file}"):
             cut_metrics(self.metrics_file, step)
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ class RunFolder:
         """Take the folder's lock, which ends with this process; ConfigError naming who holds it."""
         import fcntl
 
-        with _explained(f"locking {str(self.path)!r}"):
+        with explained(f"locking {str(self.path)!r}"):
             stream = (self.path / "lock").open("a+", encoding="utf-8")
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -209,9 +209,10 @@ class RunFolder:
             stream.close()
             message = f"another driver (process {holder}) works in {str(self.path)!r}; wait for it or end it"
             raise ConfigError(message) from exc
-        stream.truncate(0)
-        stream.write(f"{os.getpid()}\n")
-        stream.flush()
+        with explained(f"locking {str(self.path)!r}"):
+            stream.truncate(0)
+            stream.write(f"{os.getpid()}\n")
+            stream.flush()
         return stream
 
 
