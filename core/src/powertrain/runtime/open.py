@@ -67,15 +67,8 @@ def open_engine(
     template = EngineSpec(backend=part.backend, role=part.role, model=model, place=place, **spec)
     with contextlib.ExitStack() as stack:  # closed here if anything fails, else by the client
         folder = run_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="powertrain-"))
-        driver = Driver(
-            layout,
-            {part.label: template},
-            registry=registry,
-            run_dir=folder,
-            inline=inline,
-            env=env,
-            timeouts=timeouts,
-        )
+        rest: dict[str, Any] = {"inline": inline, "env": env, "timeouts": timeouts}
+        driver = Driver(layout, {part.label: template}, registry=registry, run_dir=folder, **rest)
         thread = _LoopThread("powertrain-open")
         stack.callback(thread.stop)
         thread.submit(driver.start()).result()
