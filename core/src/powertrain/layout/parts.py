@@ -23,6 +23,7 @@ PART_OPTIONS: Final = (
     OptionSpec(name="python", help="interpreter that runs this part's workers; the driver's own if not given"),
     OptionSpec(name="frozen", type="bool", default=False, help="this part gets no weight updates (judge, reference)"),
     OptionSpec(name="inline", type="bool", help="live in the driver's process (one rank only); chosen if not given"),
+    OptionSpec(name="head_fp32", type="bool", help="the LM head's precision in this part alone; see head_mismatch"),
 )
 """Options that every backend's parts take, beside the backend's own."""
 _ORDER: Final = ("d", "t", "p", "c", "e")
