@@ -227,6 +227,27 @@ async def test_a_push_that_fails_half_way_leaves_the_sink_unfit_and_the_next_hea
         assert (await pool.generate(ask())).completions[0].segments[0].version == "1.2"
 
 
+async def test_engines_that_a_broken_update_has_reached_are_named(make_driver, monkeypatch, ask):
+    async with make_driver("toytrain:d1+toyinfer:d2") as driver:
+        await driver.push("toytrain", "toyinfer", WeightVersion(1, 1))
+        lost = driver.infer["toyinfer"].handles[1]
+        call = lost.call
+
+        async def breaks_off(method, *args, deadline):
+            if method == "resume":
+                message = "toyinfer/1 rank 0 is gone"
+                raise WorkerError(message)
+            return await call(method, *args, deadline=deadline)
+
+        monkeypatch.setattr(lost, "call", breaks_off)
+        said = "failed in phase 'resume': .* is gone; answering with it already: toyinfer/0; unfit .*: toyinfer/1$"
+        with pytest.raises(TransferError, match=said):
+            await driver.push("toytrain", "toyinfer", WeightVersion(1, 2))
+        monkeypatch.undo()
+        await driver.push("toytrain", "toyinfer", WeightVersion(1, 3))
+        assert driver.infer["toyinfer"].version == "1.3"
+
+
 async def test_start_gives_the_first_version(make_driver, where):
     driver = make_driver("toyinfer:d1", inline=where)
     try:

@@ -49,7 +49,7 @@ def powertrain(*words, **kwargs):
 def test_dry_run_starts_nothing(recipe_file, tmp_path):
     code = (
         "import sys; from powertrain.cli import main; status = main();"
-        "print(*(name for name in ('torch', 'numpy', 'transformers', 'powertrain_hf.engine') if name in sys.modules));"
+        "print(*(name for name in ('torch', 'transformers', 'powertrain_hf.engine') if name in sys.modules));"
         "sys.exit(status)"
     )
     words = ["run", str(recipe_file), "--dry-run", "engines=fsdp:d2|hf:d2", f"runs={tmp_path / 'runs'}"]
@@ -59,6 +59,26 @@ def test_dry_run_starts_nothing(recipe_file, tmp_path):
     assert "fsdp (fsdp, train) rank 1: slot 1 (cpu), worker fsdp-r1" in done.stdout
     assert "weights fsdp -> hf: shm" in done.stdout
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("engines=fsdp:d1", "recipe ppo needs one infer part"),
+        ("ppo.reward=mine.py:lenght", "reward: mine.py has no 'lenght'"),
+        ("ppo.data=nowhere.jsonl", "nowhere.jsonl"),
+        ("hf.head_fp32=false", "the LM head is float32 in training and the model's dtype in inference"),
+    ],
+)
+def test_dry_run_refuses_what_the_run_would(recipe_file, word, said):
+    done = powertrain("run", recipe_file, "--dry-run", word)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+
+
+def test_one_sides_head_may_differ_when_the_recipe_says_so(recipe_file):
+    done = powertrain("run", recipe_file, "--dry-run", "hf.head_fp32=false", "head_mismatch=allow")
+    assert done.returncode == 0, done.stderr
 
 
 def test_dry_run_prints_a_file_that_runs_as_it_is(recipe_file, tmp_path):

@@ -14,6 +14,8 @@ class EngineHandle(Protocol):
 
     name: str
     """Unique in the run, such as `actor` or `rollout/1`."""
+    version: str | None
+    """The weight version that it was last resumed with; meaningful for inference engines."""
 
     async def call(self, method: str, *args: Any, deadline: float) -> list[Any]:
         """Call a method of every rank's host and return the answers in rank order; one failing rank fails the call."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from powertrain.devices import resolve_device
@@ -23,14 +23,14 @@ from powertrain.weights import TransferReport, VersionCounter
 class RunContext:
     """One run, as its recipe sees it.
 
-    config: resolved. folder: the run's, locked by this process. registry: of plugins. resumed: the folder is an
-    earlier run's, which may or may not have left a checkpoint. driver, versions, model_folder: there once `run` is
-    awaited, not yet in `check`: the started engines, the counter of weight versions (`start_version` is the one that
-    the inference engines carry), and the model in HF format on disk.
+    config: resolved. folder: the run's, locked by this process; None while a dry run calls `check`. registry: of
+    plugins. resumed: the folder is an earlier run's, which may or may not have left a checkpoint. driver, versions,
+    model_folder: there once `run` is awaited, not yet in `check`: the started engines, the counter of weight versions
+    (`start_version` is the one that the inference engines carry), and the model in HF format on disk.
     """
 
     config: RunConfig
-    folder: RunFolder
+    folder: RunFolder | None
     registry: Registry
     resumed: bool = False
     model_folder: str = ""
@@ -40,6 +40,7 @@ class RunContext:
 
     async def run(self, recipe: Recipe) -> None:
         """Start the engines, await the recipe, and close everything whatever happens."""
+        assert self.folder is not None, "a dry run ends before this"
         self.versions = VersionCounter(self.folder.versions_file)
         version = self.versions.next()
         self.start_version = str(version)
@@ -104,7 +105,7 @@ def engine_specs(config: RunConfig, model: str) -> Mapping[str, EngineSpec]:
             backend=part.backend,
             role=part.role,
             model=model,
-            head=config.head,
+            head=replace(config.head, fp32=part.options.get("head_fp32", config.head.fp32)),
             lora=None if part.frozen else config.lora,
             optim=config.optim if part.role == "train" and not part.frozen else None,
             place=RankSpec(device=device),

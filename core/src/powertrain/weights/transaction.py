@@ -56,9 +56,12 @@ async def run_update(transfer: Transfer, update: Update, *, deadline: float, pau
         unfit = await asyncio.shield(_roll_back(sinks, begun=begun, deadline=deadline))
         if not isinstance(exc, PowertrainError | OSError | RuntimeError | ValueError):
             raise
+        ahead = [sink.name for sink in sinks if sink.version == str(update.version)]
         message = (
             f"update to weight version {update.version} over {transfer.name!r} failed in phase {meter.current!r}: {exc}"
-            + (f"; unfit until the next update: {', '.join(unfit)}" if unfit else "; every engine kept its old version")
+            + (f"; answering with it already: {', '.join(ahead)}" if ahead else "")
+            + (f"; unfit until the next update: {', '.join(unfit)}" if unfit else "")
+            + ("" if ahead or unfit else "; every engine kept its old version")
         )
         raise TransferError(message, phase=meter.current, unfit=tuple(unfit)) from exc
     return TransferReport(
