@@ -166,6 +166,7 @@ class Handle:
 
     def __init__(self, name, ranks):
         self.name, self.ranks = name, ranks
+        self.version = None
 
     async def call(self, method, *args, deadline):
         answers = await asyncio.gather(

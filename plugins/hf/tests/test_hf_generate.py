@@ -127,7 +127,6 @@ async def test_head_in_the_models_dtype_differs_from_the_float32_head(start):
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        ({"prompt": ()}, "holds nothing"),
         ({"prompt": (1, 97)}, "token ids from 0 to 96"),
         ({"adapter": "policy-v1.9"}, "no adapter 'policy-v1.9' is loaded; there is: none"),
     ],

@@ -99,12 +99,11 @@ class HfEngine(InferEngine):
             if request.adapter == sink.unpublished:
                 message = f"adapter {request.adapter!r} has arrived and is not published; resume with its version first"
                 raise ConfigError(message)
-        import numpy as np
-
-        prompt, vocabulary = np.asarray(request.prompt), self._machine.vocabulary
-        if len(prompt) < 1 or int(prompt.min()) < 0 or int(prompt.max()) >= vocabulary:
-            span = f"{prompt.min()} to {prompt.max()}" if len(prompt) else "nothing"
-            message = f"prompt of {request.request_id!r} holds {span}; it needs token ids from 0 to {vocabulary - 1}"
+        least, most, vocabulary = int(request.prompt.min()), int(request.prompt.max()), self._machine.vocabulary
+        if least < 0 or most >= vocabulary:
+            message = (
+                f"prompt of {request.request_id!r} holds {least} to {most}; it needs token ids from 0 to {vocabulary - 1}"
+            )
             raise ConfigError(message)
         return Item(request, Row.of(request))
 
