@@ -99,11 +99,9 @@ class HfEngine(InferEngine):
             if request.adapter == sink.unpublished:
                 message = f"adapter {request.adapter!r} has arrived and is not published; resume with its version first"
                 raise ConfigError(message)
-        least, most, vocabulary = int(request.prompt.min()), int(request.prompt.max()), self._machine.vocabulary
-        if least < 0 or most >= vocabulary:
-            message = (
-                f"prompt of {request.request_id!r} holds {least} to {most}; it needs token ids from 0 to {vocabulary - 1}"
-            )
+        least, most, last = int(request.prompt.min()), int(request.prompt.max()), self._machine.vocabulary - 1
+        if least < 0 or most > last:
+            message = f"prompt of {request.request_id!r} holds {least} to {most}; it needs token ids from 0 to {last}"
             raise ConfigError(message)
         return Item(request, Row.of(request))
 
