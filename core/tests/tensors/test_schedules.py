@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from powertrain.checkpoint_options import CHECKPOINT_OPTIONS
@@ -109,6 +109,7 @@ def test_run_resumed_with_another_warmup_equals_an_unbroken_one(kind):
     assert resumed[0] == 31 / 50
 
 
+@settings(deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
     total=st.integers(1, 500),
