@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Final
+from typing import Final
 
 from powertrain.errors import ConfigError
 from powertrain.options import OptionSpec
@@ -176,24 +176,3 @@ class DeviceSpec(Spec):
 
     visible_variable: str
     probe: str
-
-
-def load_object(path: str) -> Any:
-    """Import `"module:Attribute"` and return the attribute; ConfigError for a malformed text.
-
-    Import errors pass through unchanged, so that a missing dependency names itself.
-    """
-    module, _, attribute = path.partition(":")
-    if not module or not attribute:
-        message = f"{path!r} is not of the form 'module:Attribute'"
-        raise ConfigError(message)
-    from importlib import import_module
-
-    found: Any = import_module(module)
-    for step in attribute.split("."):
-        try:
-            found = getattr(found, step)
-        except AttributeError as exc:
-            message = f"module {module!r} has no attribute {attribute!r}"
-            raise ConfigError(message) from exc
-    return found

@@ -13,12 +13,13 @@ from powertrain_fsdp.hooks import powertrain_backend
 
 def test_spec_names_an_engine_and_known_capabilities():
     from powertrain.interfaces.train import TrainEngine
-    from powertrain.specs import CAPABILITIES, load_object
+    from powertrain.registry import Registry
+    from powertrain.specs import CAPABILITIES
 
-    spec = powertrain_backend()
-    assert issubclass(load_object(spec.engine), TrainEngine)
+    spec, registry = powertrain_backend(), Registry()
+    assert issubclass(registry.load_class(spec), TrainEngine)
     assert set(spec.capabilities) <= set(CAPABILITIES)
-    assert callable(load_object(spec.environment))
+    assert callable(registry.load_class(spec, "environment"))
     assert all(option.help.endswith(".") or option.help.endswith(")") for option in spec.options)
     assert resolve(spec.options, {}, where="x")["microbatch_tokens"] == 2048
 
@@ -63,7 +64,6 @@ def test_variables_that_come_too_late_are_told(monkeypatch, caplog):
 @pytest.mark.parametrize(("engine", "wanted"), [("fsdp:d2", "lo"), ("fsdp:d1", None)])
 def test_ranks_on_one_host_talk_over_loopback(tmp_path, engine, wanted):
     """A host whose own name does not resolve must not stop gloo."""
-    from powertrain.interfaces.build import EngineSpec
     from powertrain.layout import parse_layout
     from powertrain.registry import Registry
     from powertrain.runtime.driver import Driver

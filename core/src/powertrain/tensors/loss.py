@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from powertrain.errors import ConfigError
-from powertrain.specs import load_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,32 @@ Loss = Callable[[LossInputs, Mapping[str, Any]], LossOutput]
 def load_loss(name: str) -> Loss:
     """Import a loss by "module:function"; ConfigError when there is none or it cannot be called."""
     try:
-        found = load_object(name)
+        found = _named(name)
     except ImportError as exc:
         message = f"loss {name!r} cannot be imported: {exc}"
         raise ConfigError(message) from exc
     if not callable(found):
         message = f"loss {name!r} is a {type(found).__name__}, not a function"
         raise ConfigError(message)
+    return found
+
+
+def _named(path: str) -> Any:
+    """Import `"module:Attribute"` and return the attribute; ConfigError for a malformed text.
+
+    Import errors pass through unchanged, so that a missing dependency names itself.
+    """
+    module, _, attribute = path.partition(":")
+    if not module or not attribute:
+        message = f"{path!r} is not of the form 'module:Attribute'"
+        raise ConfigError(message)
+    found: Any = import_module(module)
+    for step in attribute.split("."):
+        try:
+            found = getattr(found, step)
+        except AttributeError as exc:
+            message = f"module {module!r} has no attribute {attribute!r}"
+            raise ConfigError(message) from exc
     return found
 
 
