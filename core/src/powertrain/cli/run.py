@@ -21,7 +21,7 @@ from typing import Any, Final
 from powertrain.errors import ConfigError, PowertrainError
 from powertrain.registry import Registry
 from powertrain.run.config import RunConfig, load_config
-from powertrain.run.context import RunContext, carry_out
+from powertrain.run.context import RunContext, carry_out, checked_recipe
 from powertrain.run.folder import RunFolder
 from powertrain.run.placement import describe, inline_environment
 
@@ -56,7 +56,7 @@ def execute(args: argparse.Namespace) -> int:
     config = load_config(args.recipe, args.overrides, registry=registry)
     if args.dry_run:
         placement = describe(config, registry)
-        registry.load_class(config.recipe_spec)(config.recipe_options).check(RunContext(config, None, registry))
+        checked_recipe(RunContext(config, None, registry))
         sys.stdout.write(f"{config.dump()}\n{placement}")
         return 0
     start_again(config, registry)

@@ -116,6 +116,13 @@ def engine_specs(config: RunConfig, model: str) -> Mapping[str, EngineSpec]:
     }
 
 
+def checked_recipe(context: RunContext) -> Recipe:
+    """Return the run's recipe once it has found nothing to refuse."""
+    recipe: Recipe = context.registry.load_class(context.config.recipe_spec)(context.config.recipe_options)
+    recipe.check(context)
+    return recipe
+
+
 def carry_out(config: RunConfig, folder: RunFolder, *, registry: Registry, resumed: bool) -> RunContext:
     """Check and run a configuration in its folder, to the end or to the first error; returns the context.
 
@@ -124,8 +131,7 @@ def carry_out(config: RunConfig, folder: RunFolder, *, registry: Registry, resum
     context = RunContext(config, folder, registry, resumed)
     with folder:
         try:
-            recipe = registry.load_class(config.recipe_spec)(config.recipe_options)
-            recipe.check(context)
+            recipe = checked_recipe(context)
             from powertrain.tensors.models import materialize  # which needs torch, so `check` has the first word
 
             context.model_folder = str(materialize(config["model"]))
