@@ -168,23 +168,19 @@ class Driver:
         await self.close()
 
     async def _start(self, end: float) -> None:
-        placed = []
-        for plan in self.plans:
-            plan = plan.placed()
-            envs = self._environments(plan)
-            placed.append((plan, [env for env, _ in envs], [asked for _, asked in envs]))
-        apart = [(plan, envs) for plan, envs, _ in placed if not plan.inline]
+        placed = [plan.placed() for plan in self.plans]
+        envs = {plan.name: self._environments(plan) for plan in placed}
+        here, apart = ([plan for plan in placed if plan.inline == inline] for inline in (True, False))
         if apart:
-            await self._start_workers(apart, end)
+            await self._start_workers([(plan, [env for env, _ in envs[plan.name]]) for plan in apart], end)
         self._make_clients()
 
-        async def open_engines(*, inline: bool, name: str = "") -> None:
-            for plan, _, asked in placed:
-                if plan.inline == inline and name in {"", plan.name}:
-                    await self.handles[plan.name].open(plan.specs, asked, deadline=max(0.0, end - time.monotonic()))
+        async def open_engines(plans: list[EnginePlan]) -> None:
+            for plan in plans:
+                asked = [asked for _, asked in envs[plan.name]]
+                await self.handles[plan.name].open(plan.specs, asked, deadline=max(0.0, end - time.monotonic()))
 
-        workers = [open_engines(inline=False, name=plan.name) for plan, _ in apart]
-        await all_or_none([open_engines(inline=True), *workers])
+        await all_or_none([open_engines(plans) for plans in (here, *([plan] for plan in apart))])
 
     def _environments(self, plan: EnginePlan) -> list[tuple[dict[str, str], dict[str, str]]]:
         return plan.environments(visible=self._visible, ranks_on_host=self.layout.cards, user=self._env)

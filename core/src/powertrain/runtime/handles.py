@@ -53,7 +53,7 @@ class Handle(ABC):
         call cancels an inference engine's coroutine; a training engine finishes the work and the result is dropped.
         Errors come as `powertrain.runtime.faults.rebuilt` makes them; a dead rank is a `WorkerError`.
         """
-        answers = await self._collect(method, self._send(method, [args]), deadline)
+        answers = await self._collect(method, [args], deadline)
         if method == "resume" and args and args[0] is not None:
             self.version = str(args[0])
         return answers
@@ -61,7 +61,7 @@ class Handle(ABC):
     async def open(self, specs: Sequence[EngineSpec], envs: Sequence[Mapping[str, str]], *, deadline: float) -> None:
         """Make the engine of every rank: `prepare(env)`, then `build(spec)`; one spec and env for each rank."""
         args = [(spec, dict(env)) for spec, env in zip(specs, envs, strict=True)]
-        await self._collect("open", self._send("open", args), deadline)
+        await self._collect("open", args, deadline)
 
     @abstractmethod
     def _send(self, method: str, args: Sequence[Sequence[Any]]) -> list[Future[Any]]:
@@ -74,8 +74,11 @@ class Handle(ABC):
         """Return the ranks that have given no sign of life for `QUIET` seconds, with these seconds."""
         return {}
 
-    async def _collect(self, method: str, futures: list[Future[Any]], deadline: float) -> list[Any]:
-        waiters = [asyncio.wrap_future(future) for future in futures]
+    async def _collect(self, method: str, args: Sequence[Sequence[Any]], deadline: float) -> list[Any]:
+        if self.failed and method not in {"close", "health"}:
+            message = f"engine {self.name!r} is not usable any more: {self.failed}"
+            raise WorkerError(message, worker=self.name)
+        waiters = [asyncio.wrap_future(future) for future in self._send(method, args)]
         try:
             done, silent = await asyncio.wait(waiters, timeout=deadline, return_when=asyncio.FIRST_EXCEPTION)
             if silent and any(isinstance(waiter.exception(), RankFault) for waiter in done):
@@ -123,11 +126,6 @@ class Handle(ABC):
         error.__cause__ = errors[rank].__cause__  # inline: the engine's own error
         return error
 
-    def _check_usable(self, method: str) -> None:
-        if self.failed and method not in {"close", "health"}:
-            message = f"engine {self.name!r} is not usable any more: {self.failed}"
-            raise WorkerError(message, worker=self.name)
-
 
 def _disregard(waiter: asyncio.Future[Any]) -> None:
     """Look at how a call ended that nobody waits for any more, so that asyncio does not complain."""
@@ -151,7 +149,6 @@ class InlineHandle(Handle):
             host.end()
 
     def _send(self, method: str, args: Sequence[Sequence[Any]]) -> list[Future[Any]]:
-        self._check_usable(method)
         if self._host is None:
             message = f"engine {self.name!r} has been closed"
             raise WorkerError(message, worker=self.name, rank=0)
@@ -168,7 +165,6 @@ class WorkerHandle(Handle):
         self.workers = tuple(workers)
 
     def _send(self, method: str, args: Sequence[Sequence[Any]]) -> list[Future[Any]]:
-        self._check_usable(method)
         messages = [wire.pack([method, list(one)], prefix=self._channel.prefix) for one in args]
         return self._channel.call(self.workers, messages if len(messages) > 1 else messages * len(self.workers))
 

@@ -42,8 +42,8 @@ class EngineHost:
 
     def __init__(self, name: str, registry: Registry) -> None:
         self._registry = registry
-        self._engine: TrainEngine | InferEngine | None = None
         self._commands: dict[str, Callable[..., Any]] = {}
+        """What may be called of the engine; empty while there is none."""
         self._endpoints: dict[str, Any] = {}
         self._loop = LoopThread(f"powertrain-{name}")
         self._lane = LoopThread("powertrain-engine")
@@ -74,7 +74,7 @@ class EngineHost:
     async def _dispatch(self, method: str, args: Sequence[Any]) -> Any:
         if method == "open":
             return await self._open(*args)
-        if self._engine is None:
+        if not self._commands:
             if method == "close":
                 return None
             message = f"{method!r} was called before the engine was opened"
@@ -99,16 +99,16 @@ class EngineHost:
 
     async def _open(self, spec: EngineSpec, env: Mapping[str, str]) -> None:
         """Find the engine's class, `prepare` and `build` it; one that fails is closed again."""
-        if self._engine is not None:
+        if self._commands:
             message = f"the engine {spec.part or spec.backend!r} is open already; close it first"
             raise StateError(message)
-        engine = self._engine = await self._run(self._make, spec)
+        engine = await self._run(lambda: self._registry.load_class(self._registry.backend(spec.backend))())
         self._commands = {
             **{name: getattr(engine, name) for name in METHODS[spec.role]},
-            **{f"weights.{name}": partial(self._call_weights, name) for name in WEIGHTS[spec.role]},
-            "health": self._health,
-            "close": self._close,
-            "endpoint.call": partial(self._call_endpoint, spec),
+            **{f"weights.{name}": partial(_call_weights, engine, name) for name in WEIGHTS[spec.role]},
+            "health": partial(_health, engine),
+            "close": partial(self._close, engine),
+            "endpoint.call": partial(self._call_endpoint, engine, spec),
             "endpoint.close": self._close_endpoint,
         }
         try:
@@ -116,41 +116,27 @@ class EngineHost:
             await self._run(engine.build, spec)
         except BaseException:
             try:
-                await self._close()
+                await self._close(engine)
             finally:
-                self._engine = None
+                self._commands = {}
             raise
 
-    def _make(self, spec: EngineSpec) -> Any:
-        return self._registry.load_class(self._registry.backend(spec.backend))()
-
-    async def _health(self) -> dict[str, Any]:
-        assert self._engine is not None
-        return dict(self._engine.health())
-
-    async def _close(self) -> None:
+    async def _close(self, engine: TrainEngine | InferEngine) -> None:
         """Close endpoints and engine; may be repeated. DeadlineError where its thread is stuck."""
-        assert self._engine is not None
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 for transfer in list(self._endpoints):
                     await self._run(self._close_endpoint, transfer)
-                await self._run(self._engine.close)
+                await self._run(engine.close)
         except TimeoutError as exc:
             message = f"the engine did not close within {CLOSE_SECONDS:g} s; it is still busy with an earlier command"
             raise DeadlineError(message, what="close", seconds=CLOSE_SECONDS) from exc
 
-    def _call_weights(self, name: str, *args: Any) -> Any:
-        assert self._engine is not None
-        found = getattr(self._engine.weights(), name)
-        return found(*args) if callable(found) else found
-
-    def _call_endpoint(self, spec: EngineSpec, transfer: str, op: str, payload: Mapping[str, Any]) -> Any:
-        assert self._engine is not None
+    def _call_endpoint(self, engine: Any, spec: EngineSpec, transfer: str, op: str, payload: Mapping[str, Any]) -> Any:
         if transfer not in self._endpoints:
             side = "source" if spec.role == "train" else "sink"
             made = self._registry.load_class(self._registry.transfer(transfer), side)
-            self._endpoints[transfer] = made(self._engine.weights(), spec.place)
+            self._endpoints[transfer] = made(engine.weights(), spec.place)
         found = None if op.startswith("_") else getattr(self._endpoints[transfer], op, None)
         if found is None:
             message = f"the {spec.role} endpoint of transfer {transfer!r} has no operation {op!r}"
@@ -161,3 +147,12 @@ class EngineHost:
         endpoint = self._endpoints.pop(transfer, None)
         if endpoint is not None:
             endpoint.close()
+
+
+async def _health(engine: TrainEngine | InferEngine) -> dict[str, Any]:
+    return dict(engine.health())
+
+
+def _call_weights(engine: TrainEngine | InferEngine, name: str, *args: Any) -> Any:
+    found = getattr(engine.weights(), name)
+    return found(*args) if callable(found) else found

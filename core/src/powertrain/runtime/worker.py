@@ -49,7 +49,8 @@ class Worker:
     def serve(self) -> int:
         """Return the exit status once there is nothing more to serve."""
         signal.signal(signal.SIGTERM, lambda *_: self._end.put((TERMINATED, "")))
-        self._channel.begin(self._hello())
+        about = {"name": self._config["name"], "pid": os.getpid(), "python": sys.executable}
+        self._channel.begin({**about, "powertrain": __version__, "api": list(API_VERSION)})
         code, why = self._end.get()
         if why:
             _LOG.error("%s", why)
@@ -66,15 +67,6 @@ class Worker:
             _LOG.warning("closing the engine: %s", exc)
         self._channel.close()
         return code
-
-    def _hello(self) -> dict[str, Any]:
-        return {
-            "name": self._config["name"],
-            "pid": os.getpid(),
-            "python": sys.executable,
-            "powertrain": __version__,
-            "api": list(API_VERSION),
-        }
 
     def _received(self, kind: str, number: int, value: Any) -> None:
         if kind == "refuse":
