@@ -214,6 +214,36 @@ async def test_a_push_moves_the_weights_and_publishes_the_version(make_driver, w
         assert shared[0] == (3.0 if where == "auto" else 2.0)  # inline endpoints hand over the very objects
 
 
+async def test_a_step_waits_for_an_update_that_reads_the_weights(make_driver, batch, order):
+    async with make_driver("toytrain:d1|toyinfer:d1") as driver:
+        train, pool = driver.train["toytrain"], driver.infer["toyinfer"]
+        transfer = driver.transfer("toytrain", "toyinfer")
+        move, steps, told = transfer.move, [], []
+
+        async def meddled(*args, **kwargs):
+            steps.append(asyncio.ensure_future(train.train_step(batch, order("ok"))))
+            await asyncio.sleep(0.05)
+            told.append(steps[0].done())
+            await move(*args, **kwargs)
+
+        transfer.move = meddled
+        await driver.push("toytrain", "toyinfer", WeightVersion(1, 1))
+        await steps[0]
+        assert (told, await fact(pool, "w"), await fact(train, "w")) == ([False], 0.0, 1.0)
+
+
+async def test_the_trainers_memory_is_let_go_before_it_moves(make_driver):
+    async with make_driver("toytrain:d1|toyinfer:d1") as driver:
+        train, transfer, asked = driver.train["toytrain"], driver.transfer("toytrain", "toyinfer"), []
+
+        async def unmap(*, deadline):
+            asked.append(deadline)
+
+        transfer.unmap = unmap
+        await train.close()
+        assert asked == [driver.timeouts["update"]]
+
+
 async def test_a_push_that_fails_half_way_leaves_the_sink_unfit_and_the_next_heals_it(make_driver, where, ask):
     options = {"toycopy": {"fail": "move"}}
     async with make_driver("toytrain:d1|toyinfer:d1", inline=where, transfer_options=options) as driver:

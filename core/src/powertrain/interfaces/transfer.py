@@ -55,6 +55,10 @@ class Transfer(ABC):
         Returns when every byte has arrived in every sink. Raises on the first fault; the caller aborts the sinks.
         """
 
+    async def unmap(self, *, deadline: float) -> None:
+        """Let go of the trainer's memory on every sink; called before its storages are freed or moved."""
+        return
+
     @abstractmethod
     async def close(self) -> None:
         """Free endpoints and shared memory on all ranks; may be called twice, also after a failure."""

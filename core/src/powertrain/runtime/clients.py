@@ -12,6 +12,7 @@ from powertrain.weights.transaction import together
 
 if TYPE_CHECKING:
     from powertrain.interfaces.data import FloatArray, GenerateRequest, GenerateResult, LossSpec, StepResult, TrainBatch
+    from powertrain.interfaces.transfer import Transfer
     from powertrain.runtime.handles import Handle
     from powertrain.weights import Manifest
 
@@ -46,12 +47,33 @@ class _Client:
         return await together(handle.call(method, *args, deadline=deadline) for handle in self.handles)
 
 
+_CHANGING: Final = frozenset({"train_step", "load", "offload", "onload", "close"})
+"""Methods that change or move a trainer's weights, and so wait while an update reads them."""
+_FREEING: Final = frozenset({"offload", "close"})
+"""Methods that free a trainer's storages, before which nobody may have them mapped."""
+
+
 class TrainClient(_Client):
     """A training engine, all its ranks, as coroutines; contracts and errors are `TrainEngine`'s and `Handle.call`'s.
 
     Beside the methods below it has `save`, `load`, `export`, `offload`, `onload` and `close`, with the arguments of
     `TrainEngine`'s. timeouts: as `TIMEOUTS`; "step" for a step, log-probs, save, load and export, else "update".
+    still: held while an update reads the weights; what would change or move them waits for it. transfers: those that
+    read from here.
     """
+
+    def __init__(self, handles: Sequence[Handle], timeouts: Mapping[str, float] = TIMEOUTS) -> None:
+        super().__init__(handles, timeouts)
+        self.still = asyncio.Lock()
+        self.transfers: list[Transfer] = []
+
+    async def _every(self, method: str, *args: Any) -> list[list[Any]]:
+        if method not in _CHANGING:
+            return await super()._every(method, *args)
+        async with self.still:
+            for transfer in self.transfers if method in _FREEING else ():
+                await transfer.unmap(deadline=self._timeouts["update"])
+            return await super()._every(method, *args)
 
     @property
     def handle(self) -> Handle:

@@ -142,6 +142,7 @@ class Driver:
             spec = self.picked[key]
             made: Transfer = self._registry.load_class(spec)(spec.name, self._transfer_options[spec.name])
             made.source, made.sinks = self.train[train].handle, self.infer[infer].handles
+            self.train[train].transfers.append(made)
             self._transfers[key] = made
         return self._transfers[key]
 
@@ -150,10 +151,11 @@ class Driver:
     ) -> TransferReport:
         """Move the training part's weights into the inference part under a new version; `update`: more of `Update`.
 
-        Pushes to one part wait for each other. Errors as `powertrain.weights.transaction.run_update`.
+        Pushes to one part wait for each other, and a training step waits for a push. Errors as
+        `powertrain.weights.transaction.run_update`.
         """
         transfer = self.transfer(train, infer)
-        async with self._pushing.setdefault(infer, asyncio.Lock()):
+        async with self._pushing.setdefault(infer, asyncio.Lock()), self.train[train].still:
             return await transfer.push(
                 Update(version=version, **update), deadline=self.timeouts["update"], pause_mode=pause_mode
             )
