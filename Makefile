@@ -6,20 +6,27 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
 
+# A row of requirements/environments.txt, for `make env`; all other targets use dev.
+ENVIRONMENT ?= dev
+
 VENV := .venvs/dev
 STAMP := $(VENV)/.made
 POWERTRAIN := $(VENV)/bin/powertrain
+STARTED := $(shell date +%s)
 
-.PHONY: help env demo test lint bench clean
+.PHONY: help env constraints demo test lint docs reference bench clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
-env: $(STAMP) ## Make the virtual environment (.venvs/dev): torch, engines' packages, all dists of this repository
+env: .venvs/$(ENVIRONMENT)/.made ## Make the virtual environment (.venvs/dev): torch, engines' packages, all dists of this repository
 
-$(STAMP): requirements/dev.txt requirements/constraints.txt core/pyproject.toml $(wildcard plugins/*/pyproject.toml) scripts/make_env.sh
-	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" bash scripts/make_env.sh $(VENV)
+.venvs/%/.made: requirements/environments.txt requirements/%.txt requirements/constraints-%.txt core/pyproject.toml $(wildcard plugins/*/pyproject.toml) scripts/make_env.sh
+	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" bash scripts/make_env.sh $*
 	@touch $@
+
+constraints: ## Resolve all environments anew and write requirements/constraints-*.txt
+	@TORCH_INDEX="$(TORCH_INDEX)" $(PYTHON) scripts/constraints.py $(ARGS)
 
 demo: $(STAMP) ## Train a small language model by GRPO: make demo ENGINES="fsdp:d2|hf:d2" MODEL=folder-or-hub-id
 	$(POWERTRAIN) run examples/grpo_sums.yaml engines='$(ENGINES)' $(if $(MODEL),model='$(MODEL)') $(ARGS)
@@ -29,11 +36,17 @@ lint: $(STAMP) ## ruff and mypy
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-test: lint ## Lint, type-check and run every test, real engines included
-	$(VENV)/bin/python -m pytest $(ARGS)
+test: lint ## Lint, type-check and run every test, real engines included; with ARGS, the tests that these pick
+	$(VENV)/bin/python -m pytest $(if $(ARGS),$(ARGS),--whole --started $(STARTED))
+
+docs: reference ## Write the reference pages anew and build the site, strictly, into site/
+	$(VENV)/bin/python -m mkdocs build --strict --quiet
+
+reference: $(STAMP) ## Write the generated pages of docs/reference anew
+	$(VENV)/bin/python scripts/reference.py
 
 bench: $(STAMP) ## The committed benchmark of the main job: three seeds and the controls (about an hour on 2 cores)
 	$(VENV)/bin/python benchmarks/learning/run.py $(ARGS)
 
 clean: ## Remove what the targets made, the environments included; run folders stay
-	rm -rf .venvs .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venvs site .mypy_cache .ruff_cache .hypothesis
