@@ -1,0 +1,3 @@
+"""Draft."""
+
+from powertrain.testing.train import TrainEngineSuite as TrainEngineSuite
