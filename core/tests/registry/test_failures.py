@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 import powertrain.registry
-from powertrain.errors import ConfigError, MissingDependencyError, PluginError, UnknownPluginError
+from powertrain.errors import ConfigError, MissingDependencyError, PluginError, UnknownPluginError, Violations
 from powertrain.hookspecs import HOOK_OF_GROUP
 from powertrain.registry import KIND_OF_GROUP, PluginWarning, Registry
 
@@ -235,3 +235,21 @@ def test_class_of_unknown_field_is_refused(dists):
     registry = Registry()
     with pytest.raises(ConfigError, match=r"a backend has no class 'engin'.*did you mean 'engine'"):
         registry.load_class(registry.backend("e"), "engin")
+
+
+def test_everything_that_is_missing_is_told_at_once(dists):
+    dists.add("one", more='requires=("fancy_gpu_lib",), install="pip install fancy"')
+    dists.add("two", more='requires=("sys", "zz_other_lib")')
+    dists.add("whole", more='requires=("sys",)')
+    dists.add("plan", more='requires=("zz_x",), status="planned"')
+    registry = Registry()
+    specs = [registry.backend(name) for name in ("one", "two", "whole", "plan", "one")]
+    with pytest.raises(Violations) as caught:
+        registry.require(*specs)
+    one, two = caught.value.problems
+    cause = "cannot be used: it needs fancy_gpu_lib, not installed here; pip install fancy"
+    assert one == f"backend 'one' of zz-one 1.0 {cause}"
+    assert two.endswith(
+        "zz-two 1.0 cannot be used: it needs zz_other_lib, not installed here; install what provides it"
+    )
+    registry.require(registry.backend("whole"))

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from powertrain.errors import PluginError
 from powertrain.registry.discovery import PluginInfo
-from powertrain.registry.loading import SPECS, fail, missing
+from powertrain.registry.loading import SPECS, fail, lacking, missing
 from powertrain.registry.manager import Registry
 from powertrain.specs import BackendSpec, Spec
 
@@ -83,15 +83,13 @@ def examine(info: PluginInfo) -> dict[str, Any]:
     spec = None
     try:
         spec = registry.get(info.group, info.name)
-        absent = missing(spec.requires)
-        if absent and getattr(spec, "status", "ready") == "ready":
-            cause = f"it needs {', '.join(absent)}, not installed here; {spec.install}"
-            raise fail(info, "missing-dependency", cause)
+        if line := lacking(info, spec):
+            return _told(spec, "missing", line)
         for field in SPECS[info.kind][1]:
             if getattr(spec, field):
                 found = registry.load_class(spec, field)
-                if lacking := ", ".join(sorted(getattr(found, "__abstractmethods__", ()))):
-                    raise fail(info, "unfinished", f"its {field} {getattr(spec, field)!r} lacks the methods {lacking}")
+                if undone := ", ".join(sorted(getattr(found, "__abstractmethods__", ()))):
+                    raise fail(info, "unfinished", f"its {field} {getattr(spec, field)!r} lacks the methods {undone}")
     except PluginError as exc:
         status = {"not-ready": "planned", "missing-dependency": "missing"}.get(exc.kind, "failed")
         return _told(spec, status, str(exc), exc.kind if status == "failed" else "")

@@ -155,6 +155,13 @@ def _import_failure(info: PluginInfo, module: str, exc: BaseException, spec: Spe
     return fail(info, "missing-dependency", cause, MissingDependencyError)
 
 
+def lacking(info: PluginInfo, spec: Spec) -> str:
+    """Return the line that tells what a plugin requires and is not installed here; "" for none, or a planned one."""
+    absent = missing(spec.requires) if spec.status == "ready" else ()
+    way = spec.install or "install what provides it"
+    return info.unusable(f"it needs {', '.join(absent)}, not installed here; {way}") if absent else ""
+
+
 def missing(requires: tuple[str, ...]) -> tuple[str, ...]:
     """Return those import names of `requires` that are not installed, without importing what is.
 

@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from powertrain.errors import ConfigError, PluginError, UnknownPluginError
+from powertrain.errors import ConfigError, PluginError, UnknownPluginError, Violations
 from powertrain.options import nearest
 from powertrain.registry.discovery import ALLOW_VARIABLE, KIND_OF_GROUP, PluginInfo, PluginWarning, judge, scan
-from powertrain.registry.loading import SPECS, load_reference, load_spec
+from powertrain.registry.loading import SPECS, lacking, load_reference, load_spec
 
 if TYPE_CHECKING:
     from powertrain.specs import BackendSpec, LauncherSpec, RecipeSpec, Spec, TransferSpec
@@ -127,9 +127,18 @@ class Registry:
         if field and field not in fields:
             message = f"a {kind} has no class {field!r}{nearest(field, fields)}; it has: {', '.join(fields)}"
             raise ConfigError(message)
+        return load_reference(self._info(spec), spec, field or fields[0])
+
+    def require(self, *specs: Spec) -> None:
+        """Refuse specs whose `requires` are not all installed in this interpreter: `Violations`, a line for each."""
+        lines = dict.fromkeys(lacking(self._info(spec), spec) for spec in specs)
+        if problems := list(filter(None, lines)):
+            raise Violations(problems)
+
+    def _info(self, spec: Spec) -> PluginInfo:
+        kind = next(kind for kind, (made, _) in SPECS.items() if isinstance(spec, made))
         known = (info for info in self._found() if info.name == spec.name and info.kind == kind)
-        made_here = PluginInfo(spec.name, _group(kind), "", "no dist", "(made in code)", "")
-        return load_reference(next(known, made_here), spec, field or fields[0])
+        return next(known, PluginInfo(spec.name, _group(kind), "", "no dist", "(made in code)", ""))
 
     def _found(self) -> tuple[PluginInfo, ...]:
         if self._infos is None:

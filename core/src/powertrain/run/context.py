@@ -131,6 +131,8 @@ def carry_out(config: RunConfig, folder: RunFolder, *, registry: Registry, resum
     context = RunContext(config, folder, registry, resumed)
     with folder:
         try:
+            here = (part.spec for part in config.layout.parts if not part.python)
+            registry.require(config.recipe_spec, *here)
             recipe = checked_recipe(context)
             from powertrain.tensors.models import materialize  # which needs torch, so `check` has the first word
 

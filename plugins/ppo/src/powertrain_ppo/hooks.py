@@ -78,7 +78,7 @@ def powertrain_recipe() -> RecipeSpec:
         recipe="powertrain_ppo.recipe:Ppo",
         summary="GRPO with rewards from a Python function",
         options=OPTIONS,
-        requires=("numpy", "transformers", "jinja2"),
+        requires=("numpy", "transformers", "jinja2", "matplotlib"),
         install="pip install 'powertrain-ppo[engine]'",
         api=(1, 0),
     )
