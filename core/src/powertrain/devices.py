@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -64,17 +64,16 @@ def require_cards(visible: Sequence[str], needed: int) -> None:
         raise DeviceError(message)
 
 
-def slot_entries(visible: Sequence[str], slots: Iterable[int]) -> str:
+def slot_entries(visible: Sequence[str], slots: Sequence[int]) -> str:
     """Return the variable's value for a process that holds these slots of the layout: the parent's own entries.
 
     Colocated parts hold the same slots and so get the same entries. DeviceError for a slot beyond the visible cards.
     """
-    wanted = list(slots)
-    require_cards(visible, max(wanted, default=-1) + 1)
-    return ",".join(visible[slot] for slot in wanted)
+    require_cards(visible, max(slots, default=-1) + 1)
+    return ",".join(visible[slot] for slot in slots)
 
 
-def device_variables(device: str, visible: Sequence[str], slots: Iterable[int]) -> dict[str, str]:
+def device_variables(device: str, visible: Sequence[str], slots: Sequence[int]) -> dict[str, str]:
     """Return the `devices` layer of `powertrain.env.build_environment`: on cpu every card is hidden."""
     return {VISIBLE_VARIABLE: slot_entries(visible, slots) if device == "cuda" else ""}
 

@@ -35,8 +35,7 @@ class Violations(ConfigError):
     def __init__(self, problems: Sequence[str], *, heading: str = "") -> None:
         self.problems = tuple(problems)
         self.heading = heading
-        lines = ([heading] if heading else []) + list(self.problems)
-        super().__init__("\n".join(lines))
+        super().__init__("\n".join(filter(None, (heading, *self.problems))))
 
 
 class LayoutError(Violations):

@@ -16,8 +16,7 @@ from typing import Any, Final
 
 from powertrain.errors import ConfigError, Violations
 
-_TRUE: Final = frozenset({"true", "yes", "on", "1"})
-_FALSE: Final = frozenset({"false", "no", "off", "0"})
+_BOOLEANS: Final = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,27 +78,23 @@ def convert(spec: OptionSpec, value: Any) -> Any:
             return None
         message = f"option {spec.name!r} needs a value of type {spec.type}, got none"
         raise ConfigError(message)
-    result = _typed(spec, value)
-    if spec.choices and result not in spec.choices:
-        # Of few words the nearest one says nothing more, and may mislead: `gpu` is nearer to `cpu` than to `cuda`.
-        hint = nearest(str(result), map(str, spec.choices)) if len(spec.choices) > 3 else ""
-        message = f"option {spec.name!r} is {result!r}; it takes {', '.join(map(str, spec.choices))}{hint}"
-        raise ConfigError(message)
-    if spec.minimum is not None and result < spec.minimum:
-        message = f"option {spec.name!r} is {result}; the least allowed is {spec.minimum}"
-        raise ConfigError(message)
-    if spec.maximum is not None and result > spec.maximum:
-        message = f"option {spec.name!r} is {result}; the most allowed is {spec.maximum}"
-        raise ConfigError(message)
-    return result
-
-
-def _typed(spec: OptionSpec, value: Any) -> Any:
     try:
-        return READERS[spec.type](value)
-    except (ValueError, TypeError) as exc:
+        result = READERS[spec.type](value)
+    except (ValueError, TypeError, KeyError) as exc:
         message = f"option {spec.name!r} needs a value of type {spec.type}, got {value!r}"
         raise ConfigError(message) from exc
+    # Of few words the nearest one says nothing more, and may mislead: `gpu` is nearer to `cpu` than to `cuda`.
+    hint = nearest(str(result), map(str, spec.choices)) if len(spec.choices) > 3 else ""
+    limits = {
+        f"it takes {', '.join(map(str, spec.choices))}{hint}": spec.choices and result not in spec.choices,
+        f"the least allowed is {spec.minimum}": spec.minimum is not None and result < spec.minimum,
+        f"the most allowed is {spec.maximum}": spec.maximum is not None and result > spec.maximum,
+    }
+    broken = [limit for limit, beyond in limits.items() if beyond]
+    if broken:
+        message = f"option {spec.name!r} is {result!r}; {broken[0]}"
+        raise ConfigError(message)
+    return result
 
 
 def _integer(value: Any) -> int:
@@ -114,19 +109,10 @@ def _number(value: Any) -> float:
     return number
 
 
-def _boolean(value: Any) -> bool:
-    text = str(value).lower()
-    if text not in _TRUE | _FALSE:
-        raise ValueError
-    return text in _TRUE
-
-
 def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (str, int, float)):
-        return str(value)
-    raise ValueError
+    if not isinstance(value, (str, int, float)):
+        raise ValueError
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _sequence(value: Any) -> list[Any]:
@@ -147,12 +133,12 @@ def _mapping(value: Any) -> dict[str, Any]:
 READERS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "int": _integer,
     "float": _number,
-    "bool": _boolean,
+    "bool": lambda value: _BOOLEANS[str(value).lower()],
     "str": _text,
     "list": _sequence,
     "mapping": _mapping,
 }
-"""Type of an option -> what reads its value, raising ValueError or TypeError for one that is not of the type."""
+"""Type of an option -> what reads its value, raising ValueError, TypeError or KeyError where it is none."""
 
 
 def resolve(specs: Iterable[OptionSpec], given: Mapping[str, Any], *, where: str) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from powertrain.registry import Registry
 from powertrain.specs import API_VERSION
 
 _STATUS: Final = {"planned": "engine not there yet", "missing": "needs packages"}
-_FAILURE: Final = {"duplicate": "duplicate", "blocked": "blocked"}
 _UNCHECKED: Final = ("role", "summary", "axes", "options", "capabilities", "missing", "install", "api")
 
 
@@ -51,7 +50,8 @@ def listing(*, check: bool, deadline: float | None = None) -> list[dict[str, Any
     """Return one mapping for each plugin with the keys that the module's docstring lists."""
     infos = Registry().list()
     rows: list[dict[str, Any]] = [
-        {**asdict(info), "kind": info.kind, "failure": _FAILURE.get(info.status, ""), **dict.fromkeys(_UNCHECKED)}
+        {**asdict(info), "kind": info.kind, **dict.fromkeys(_UNCHECKED)}
+        | {"failure": info.status if info.status in {"duplicate", "blocked"} else ""}
         for info in infos
     ]
     if check:

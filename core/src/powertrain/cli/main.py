@@ -57,5 +57,4 @@ def _dispatch(arguments: list[str]) -> int:
             module.add_arguments(command)
             command.set_defaults(execute=module.execute)
     args = parser.parse_args(arguments)
-    status: int = args.execute(args)
-    return status
+    return int(args.execute(args))
