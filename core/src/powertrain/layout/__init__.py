@@ -24,8 +24,6 @@ training part, of all it feeds. If both parts of a pair name one, the two must a
 without a partner, it is an error.
 """
 
-from __future__ import annotations
-
 from powertrain.layout.check import parse_layout
 from powertrain.layout.parts import PART_OPTIONS, Expert, Layout, Pair, Part, Place
 

@@ -1,19 +1,28 @@
-"""Reads a config string or its mapping form: each part by itself, then what the parts owe each other."""
+"""Reads a config string or its mapping form: each part by itself, then what the parts owe each other.
+
+The words of a part get their meaning from its backend's spec, fault by fault.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
-from powertrain.errors import ConfigError
-from powertrain.layout.faults import Faults
-from powertrain.layout.mapping import mapping_text
-from powertrain.layout.parts import Layout
-from powertrain.layout.text import read
-from powertrain.layout.written import Written
+from powertrain.errors import ConfigError, PluginError
+from powertrain.layout.mapping import mapping_text, value_text
+from powertrain.layout.parts import PART_OPTIONS, Layout, Part, in_attn
+from powertrain.layout.text import DIM, NAME, OPTION, SECTION, Faults, read, shorten
+from powertrain.options import OptionSpec, convert, nearest
+from powertrain.specs import AxisSpec, BackendSpec
 
 if TYPE_CHECKING:
     from powertrain.registry import Registry
+
+MAX_CARDS: Final = 65_536
+"""Most cards of one part, and so the largest size of an axis."""
 
 
 def parse_layout(text: str | Mapping[str, Any], *, registry: Registry | None = None) -> Layout:
@@ -52,11 +61,9 @@ def _check_equal_sizes(group: list[Written], faults: Faults) -> int:
     sizes = [(written.at, written.part) for written in group if written.part]
     for at, part in sizes:
         leader = sizes[0][1]
-        sizes_differ = f"{leader.label!r} has {leader.world} cards, {part.label!r} has {part.world}"
-        if part.world != leader.world:
-            faults.add(
-                at, f"colocated parts have equal sizes: {sizes_differ}; make them equal, or separate them with '+'"
-            )
+        differ = f"{leader.label!r} has {leader.world} cards, {part.label!r} has {part.world}"
+        message = f"colocated parts have equal sizes: {differ}; make them equal, or separate them with '+'"
+        faults.add(at, message, when=part.world != leader.world)
     return sizes[0][1].world if sizes else 0
 
 
@@ -88,3 +95,195 @@ def _check_transfers(parts: list[Written], layout: Layout, faults: Faults) -> No
             if part == pair.infer and pair.train.via not in (None, part.via):
                 both = f"{pair.train.label!r}, {part.label!r} has two transfers, {pair.train.via} and {part.via}"
                 faults.add(at, f"the pair {both}; name it once, behind the part that takes the weights")
+
+
+class Written:
+    """One part as written; every fault that it has by itself goes to `faults`.
+
+    found: the match of `PART`. name: None where none was given. role: "" for an unknown backend. part: what it means,
+    None where faults leave no sizes.
+    """
+
+    def __init__(self, found: re.Match[str], first_card: int, registry: Registry, faults: Faults) -> None:
+        self.found, self.fault = found, faults.add
+        self.at = found.start("backend")
+        self.backend: str = found["backend"]
+        self.name = None if found["name"] is None else found["name"].strip()
+        self._at: dict[str, int] = {}
+        """Offsets of what a rule may point at: axes ("d"), sections ("ffn:") and values of options ("?lr")."""
+        self._spec: BackendSpec | None = None
+        self._table: Mapping[str, AxisSpec] = {}
+        try:
+            spec = registry.backend(self.backend)
+            self._spec, self._table = spec, spec.axis_table()
+        except (PluginError, ConfigError) as exc:
+            self.fault(self.at, str(exc))
+        self.role = self._spec.role if self._spec else ""
+        self._check_words(registry)
+        options = self._options()
+        before = len(faults)
+        axes, expert_axes = self._sizes()
+        self.part: Part | None = None
+        if self._spec and len(faults) == before:
+            self.part = Part(
+                backend=self.backend,
+                name=self.name or "",
+                axes=axes,
+                expert_axes=expert_axes,
+                options=options,
+                via=found["via"],
+                first_card=first_card,
+                spec=self._spec,
+            )
+            for broken, word, message in _rules(self.part):
+                self.fault(self._at.get(word, found.start("sizes")), message, when=broken)
+
+    def _check_words(self, registry: Registry) -> None:
+        """Check the name and the transfer, and that nothing stands behind the part."""
+        found, via = self.found, self.found["via"]
+        self._stray(found, "rest")
+        if found["name_end"] == "":
+            self.fault(found.start("name") - 1, "bracket '[' is not closed")
+        elif self.name is not None and not NAME.fullmatch(self.name):
+            form = "it takes letters, digits, '_', '.', '-' and starts with a letter"
+            self.fault(found.start("name"), f"{self.name!r} cannot be a name: {form}")
+        if via is not None and via not in (known := registry.names("transfer")):
+            listed = ", ".join(known) or "none"
+            self.fault(found.start("via"), f"unknown transfer {via!r}{nearest(via, known)}; there are: {listed}")
+
+    def _stray(self, found: re.Match[str], piece: str) -> None:
+        text = found[piece].strip()
+        hint = "; '|' joins parts on the same cards, '+' parts on cards of their own" if ":" in text else ""
+        self.fault(found.start(piece), f"unexpected {shorten(text, 20)!r}{hint}", when=found[piece])
+
+    def _sizes(self) -> tuple[dict[str, int], dict[str, int] | None]:
+        """Return the sizes by axis, and with sections, those of `attn` and those of `ffn`."""
+        self._stray(self.found, "stray")
+        written, opened = self.found["sections"], self.found.start("sizes")
+        if written is None:
+            return self._dims(self.found, ""), None
+        sizes: dict[str, dict[str, int]] = {}
+        for section in SECTION.finditer(self.found.string, *self.found.span("sections")):
+            name, at = section["section"], section.start("section")
+            if name not in ("attn", "ffn"):
+                self.fault(at, f"unknown section {name!r}{nearest(name, ('attn', 'ffn'))}; there are attn and ffn")
+            elif name in sizes:
+                self.fault(at, f"section {name!r} stands there twice")
+            else:
+                self._at[f"{name}:"] = at
+                self._stray(section, "stray")
+                sizes[name] = self._dims(section, name)
+        if not written.endswith(")"):
+            self.fault(opened, "bracket '(' is not closed")
+        elif "|" not in written:
+            self.fault(opened, f"section {'attn' if 'ffn' in sizes else 'ffn'!r} is missing; write '(attn:…|ffn:…)'")
+        return sizes.get("attn", {}), sizes.get("ffn", {})
+
+    def _dims(self, found: re.Match[str], section: str) -> dict[str, int]:
+        """Return the size of every axis of a section, 1 where not given; everything wrong with one axis is told here.
+
+        Of an unknown backend any axis will do.
+        """
+        allowed = {name: axis for name, axis in self._table.items() if _takes(section, axis)}
+        start = found.start("dims")
+        if not found["colon"] or not found["dims"]:
+            example = f"{section or self.backend}:{next(iter(allowed), 'd')}1"
+            self.fault(start, f"sizes are missing; write for example {example!r}")
+            return {}
+        sizes: dict[str, int] = {}
+        for dim in DIM.finditer(found.string, *found.span("dims")):
+            name, number = dim.groups()
+            # More digits than any limit has say no more, and `int` refuses thousands of them.
+            size = int(number.lstrip("0")[:9] or "0")
+            known = allowed.get(name, AxisSpec(name))
+            least, most = max(1, known.minimum), known.maximum or MAX_CARDS
+            if name in sizes:
+                self.fault(dim.start(), f"axis {name!r} stands there twice")
+            elif self._spec and name not in allowed:
+                self._unknown_axis(dim.start(), name, allowed, section)
+            elif not number:
+                self.fault(dim.end(), f"axis {name!r} has no number; write '{name}1'")
+            elif not least <= size <= most:
+                self.fault(dim.start(2), f"axis {name!r} has size {shorten(number, 9)}; it takes {least} to {most}")
+            sizes[name] = size
+            self._at[name] = dim.start()
+        for name, known in allowed.items():
+            if known.minimum > 1 and name not in sizes:
+                self.fault(start, f"axis {name!r} is not given; it needs at least {known.minimum}")
+        return {name: sizes.get(name, 1) for name in allowed}
+
+    def _unknown_axis(self, at: int, name: str, allowed: Mapping[str, AxisSpec], section: str) -> None:
+        if len(name) > 1 and set(name) <= set(allowed):
+            self.fault(at + 1, f"axis {name[0]!r} has no number; write '{name[0]}1'")
+            return
+        where = f"section {section!r}" if section else f"backend {self.backend!r}"
+        known = ", ".join(f"{axis.name} ({axis.title})" if axis.title else axis.name for axis in allowed.values())
+        self.fault(at, f"{where} has no axis {name!r}{nearest(name.lower(), allowed)}; it has: {known or 'none'}")
+
+    def _options(self) -> dict[str, Any]:
+        """Return the given options, typed."""
+        known = {option.name: option for option in (*(self._spec.options if self._spec else ()), *PART_OPTIONS)}
+        values: dict[str, Any] = {}
+        for option in OPTION.finditer(self.found.string, *self.found.span("options")):
+            name, text = option["key"], option["value"]
+            if f"?{name}" in self._at:
+                self.fault(option.start("key"), f"option {name!r} stands there twice")
+            elif self._spec and name not in known:
+                listed = f"{nearest(name, known)}; it has: {', '.join(sorted(known))}"
+                self.fault(option.start("key"), f"backend {self.backend!r} has no option {name!r}{listed}")
+            elif not text:
+                self.fault(option.end(), f"option {name!r} has no value; write '{name}=value', an empty one as ''")
+            elif text.count("'") % 2:
+                self.fault(option.start("value"), "quote ' is not closed; a ' inside quotes is written ''")
+            elif name in known:
+                try:
+                    values[name] = _value(known[name], text)
+                except ConfigError as exc:
+                    self.fault(option.start("value"), str(exc))
+                except (ValueError, RecursionError):
+                    self.fault(option.start("value"), f"option {name!r} takes finite numbers and no deep nesting")
+            self._at[f"?{name}"] = option.start("value")
+        return values
+
+
+def _takes(section: str, axis: AxisSpec) -> bool:
+    """True for an axis of that section; "" is a part without sections."""
+    if section == "ffn":
+        return axis.name in {"d", "t", "p", "e"} or axis.section == "ffn"
+    return section == "" or in_attn(axis)
+
+
+def _rules(part: Part) -> Iterator[tuple[object, str, str]]:
+    """Yield (broken, word to point at, message) for every rule on the numbers that follow from a part's sizes."""
+    label, world, base = repr(part.label), part.world, part.cards_per_instance
+    p = part.axes.get("p", 1)
+    yield world > MAX_CARDS, "", f"part {label} has {world} cards; the most allowed is {MAX_CARDS}"
+    yield part.inline and world > 1, "?inline", f"inline engines have 1 rank; part {label} has {world}"
+    yield part.inline and part.python, "?inline", f"part {label} is inline and has an interpreter of its own; drop one"
+    if part.expert_axes is not None:
+        ffn = part.expert_axes
+        ranks, ffn_p, ffn_t, etp = math.prod(ffn.values()), ffn.get("p", 1), ffn.get("t", 1), part.options.get("etp", 1)
+        needs = "they are for training backends with expert layers (axis 'e')"
+        yield part.role != "train" or "e" not in ffn, "", f"backend {part.backend!r} has no sections; {needs}"
+        yield p != ffn_p, "ffn:", f"attn has p{p} and ffn has p{ffn_p}; pipeline sizes are equal"
+        yield world != ranks, "ffn:", f"attn has {world} ranks and ffn has {ranks}; on the same cards these are equal"
+        yield etp not in (1, ffn_t), "?etp", f"option 'etp' is {etp} and ffn has t{ffn_t}; drop the option"
+        return
+    whose = f"world {base}" if part.instances == 1 else f"instance of {base} cards"
+    e, etp, _ = part.expert or (1, 1, base)
+    need = f"p*etp*e = {p}*{etp}*{e} = {p * etp * e} cards or a multiple"
+    yield base % (p * etp * e), "e" if e > 1 else "?etp", f"expert layers need {need}; the {whose} is not"
+    for name, axis in part.spec.axis_table().items():
+        if name != "e" and not in_attn(axis):
+            size = part.axes[name]
+            yield base % size, name, f"axis {name!r} has size {size}, which does not divide the {whose}"
+
+
+def _value(spec: OptionSpec, text: str) -> Any:
+    """Convert an option's text; a quoted `'null'` is text. ValueError for what could not be printed again."""
+    if text.startswith("'"):
+        text = text[1:-1].replace("''", "'")
+        spec = replace(spec, default="") if spec.type == "str" else spec
+    value = convert(spec, text)
+    value_text(value)
+    return value

@@ -8,8 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 from powertrain.errors import LayoutError
-from powertrain.layout.faults import shorten
-from powertrain.layout.text import AXIS, KEY, NAME, WORD
+from powertrain.layout.text import AXIS, KEY, NAME, WORD, shorten
 from powertrain.options import nearest
 
 _SAFE: Final = re.compile(r"[A-Za-z0-9_./:,@-]+")

@@ -39,8 +39,6 @@ One project seen twice (a left-over egg-info, a path given twice, an editable in
 copy that Python would import from counts. Two projects with one name are a clash, told when that name is asked for.
 """
 
-from __future__ import annotations
-
 from powertrain.registry.discovery import ALLOW_VARIABLE, KIND_OF_GROUP, PluginInfo, PluginWarning, scan
 from powertrain.registry.manager import Registry
 

@@ -1,7 +1,5 @@
 """Weights as data: boxes, manifests, versions, plans, updates and the transaction that publishes them. No torch."""
 
-from __future__ import annotations
-
 from powertrain.weights.boxes import Box as Box
 from powertrain.weights.boxes import Entry as Entry
 from powertrain.weights.boxes import Manifest as Manifest
