@@ -1,0 +1,180 @@
+"""Pins of the environments, and the judgement on a whole run (conftest.py at the root)."""
+
+import re
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent.parent
+pytest_plugins = ["pytester"]
+
+
+def rows():
+    lines = (ROOT / "requirements" / "environments.txt").read_text().splitlines()
+    cells = [[cell.strip() for cell in line.split("|")] for line in lines if line.strip() and not line.startswith("#")]
+    return {name: (torch, bare.split(), dists.split()) for name, torch, bare, dists in cells}
+
+
+ENVIRONMENTS = rows()
+
+
+def normal(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def pins(name):
+    lines = (ROOT / "requirements" / f"constraints-{name}.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def needed(name):
+    """Return what an environment is asked to hold: its requirements, and those of its dists that are no dists here."""
+    _, bare, dists = ENVIRONMENTS[name]
+    lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
+    texts = [line for line in lines if line and not line.startswith("#")] + bare
+    for pattern in dists:
+        for file in ROOT.glob(f"{pattern}/pyproject.toml"):
+            project = tomllib.loads(file.read_text())["project"]
+            texts += project["dependencies"]
+    found = [Requirement(text) for text in texts]
+    return [one for one in found if not normal(one.name).startswith("powertrain")]
+
+
+# ---- pins
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_pins_are_exact_and_name_no_index(name):
+    lines = (ROOT / "requirements" / f"constraints-{name}.txt").read_text().splitlines()
+    assert re.fullmatch(rf"# Environment {name}: Python 3\.\d+, torch [\d.]+ \(CPU build\)\.", lines[0])
+    body = [line for line in lines if not line.startswith("#")]
+    assert [line for line in body if not re.fullmatch(r"[a-z0-9-]+==[A-Za-z0-9.]+", line)] == []
+    assert body == sorted(body, key=lambda line: line.split("==")[0])
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_everything_an_environment_needs_is_pinned(name):
+    pinned = pins(name)
+    faults = [str(one) for one in needed(name) if not one.specifier.contains(pinned.get(normal(one.name), "0"))]
+    assert faults == []
+    assert pinned["torch"] == ENVIRONMENTS[name][0]
+
+
+def test_this_interpreter_has_the_pinned_versions():
+    name = Path(sys.prefix).name
+    if name not in ENVIRONMENTS:
+        pytest.skip("not an environment of requirements/environments.txt")
+    installed = {normal(dist.metadata["Name"]): dist.version.partition("+")[0] for dist in metadata.distributions()}
+    wrong = {name: (installed.get(name), pin) for name, pin in pins(name).items() if installed.get(name, pin) != pin}
+    assert wrong == {}
+    assert {normal(one.name) for one in needed(name)} <= set(installed)
+
+
+def test_make_env_refuses_an_unknown_environment(tmp_path):
+    import subprocess
+
+    command = ["bash", "scripts/make_env.sh", "nowhere", str(tmp_path / "venv")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "no environment 'nowhere'" in done.stderr
+    assert all(name in done.stderr for name in ENVIRONMENTS)
+
+
+# ---- a whole run
+PROMISES = """
+[engines]
+swift = ["tests/test_swift.py"]
+[budget]
+what = "all"
+seconds = 60
+"""
+SKIPS = """
+[[skip]]
+test = "tests/test_other.py*"
+reason = "no * here"
+why = "it is elsewhere"
+"""
+RAN = "def test_it():\n    assert True\n"
+
+
+@pytest.fixture
+def repository(pytester, monkeypatch):
+    """Return a folder with our conftest, one promise and one listed skip."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    pytester.makeconftest((ROOT / "conftest.py").read_text())
+    pytester.makeini("[pytest]\nmarkers = engine(name): of that engine\n")
+    folder = pytester.mkdir("tests")
+
+    def run(*options, promises=PROMISES, skips=SKIPS, **modules):
+        (folder / "promises.toml").write_text(promises)
+        (folder / "skips.toml").write_text(skips)
+        for name, text in modules.items():
+            (folder / f"{name}.py").write_text(text)
+        return pytester.runpytest_inprocess("-p", "no:cacheprovider", *options)
+
+    return run
+
+
+def test_a_kept_promise_passes(repository):
+    done = repository("--whole", test_swift=RAN)
+    assert done.ret == 0
+    done.stdout.fnmatch_lines(["*swift: 1 tests ran*", "*s of 60 s for all*"])
+
+
+@pytest.mark.parametrize(
+    "text", ["", "import pytest\npytest.skip('no card here', allow_module_level=True)\n"], ids=["gone", "skipped"]
+)
+def test_a_promised_engine_without_a_test_fails(repository, text):
+    skips = SKIPS.replace("test_other.py*", "test_swift.py")
+    done = repository("--whole", test_swift=text, test_other=RAN, skips=skips)
+    assert done.ret == 1
+    done.stdout.fnmatch_lines(["FAILED swift is promised*ran no test of: tests/test_swift.py"])
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_promise_can_be_kept_by_a_marker(repository, marked):
+    text = "import pytest\n\n" + "@pytest.mark.engine('swift')\n" * marked + RAN
+    done = repository("--whole", promises=PROMISES.replace('["tests/test_swift.py"]', "[]"), test_any=text)
+    assert done.ret == (0 if marked else 1)
+
+
+def test_a_listed_skip_is_told_with_its_reason(repository):
+    text = "import pytest\n\ndef test_it():\n    pytest.skip('no card here')\n"
+    done = repository("--whole", test_swift=RAN, test_other=text)
+    assert done.ret == 0
+    done.stdout.fnmatch_lines(["skipped 1: no card here (it is elsewhere)"])
+
+
+def test_a_skip_off_the_list_fails(repository):
+    text = "import pytest\n\ndef test_it():\n    pytest.skip('no mood')\n"
+    done = repository("--whole", test_swift=RAN, test_other=text)
+    assert done.ret == 1
+    done.stdout.fnmatch_lines(["FAILED tests/test_other.py::test_it was skipped*no mood"])
+
+
+def test_an_entry_that_fits_nothing_is_told(repository):
+    done = repository("--whole", test_swift=RAN)
+    done.stdout.fnmatch_lines(["tests/skips.toml: nothing was skipped for tests/test_other.py*"])
+
+
+def test_an_expected_failure_is_no_skip(repository):
+    text = "import pytest\n\n@pytest.mark.xfail(reason='known')\ndef test_it():\n    assert False\n"
+    assert repository("--whole", test_swift=RAN, test_other=text).ret == 0
+
+
+def test_a_run_by_hand_promises_nothing(repository):
+    done = repository(test_other="import pytest\n\ndef test_it():\n    pytest.skip('no mood')\n")
+    assert done.ret == 0
+    assert "promised" not in done.stdout.str()
+
+
+def test_the_list_of_skips_says_why():
+    listed = tomllib.loads((ROOT / "tests" / "skips.toml").read_text())["skip"]
+    assert [row for row in listed if set(row) != {"test", "reason", "why"} or not row["why"].strip()] == []
+
+
+def test_promises_name_files_that_exist():
+    engines = tomllib.loads((ROOT / "tests" / "promises.toml").read_text())["engines"]
+    assert [file for files in engines.values() for file in files if not (ROOT / file).is_file()] == []
