@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from powertrain.checkpoint_options import CHECKPOINT_OPTIONS
 from powertrain.errors import ConfigError
 from powertrain.interfaces.build import EngineSpec, ScheduleSpec
 from powertrain.options import resolve
+from powertrain.run.options import CHECKPOINT_OPTIONS
 from powertrain.tensors.schedules import KINDS, check_schedule, learning_rate
 
 

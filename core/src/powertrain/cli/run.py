@@ -21,9 +21,8 @@ from typing import Any, Final
 from powertrain.errors import ConfigError, PowertrainError
 from powertrain.registry import Registry
 from powertrain.run.config import RunConfig, load_config
-from powertrain.run.context import RunContext, carry_out, checked_recipe
+from powertrain.run.context import RunContext, carry_out, checked_recipe, describe, inline_environment
 from powertrain.run.folder import RunFolder
-from powertrain.run.placement import describe, inline_environment
 
 AGAIN: Final = "POWERTRAIN_STARTED_AGAIN"
 

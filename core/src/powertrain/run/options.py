@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from powertrain.checkpoint_options import CHECKPOINT_OPTIONS
 from powertrain.interfaces.build import HeadSpec, LoraSpec, OptimSpec, ScheduleSpec
 from powertrain.options import OptionSpec, options_of
 
@@ -29,6 +28,24 @@ GROUPS: Final[Mapping[str, tuple[OptionSpec, ...]]] = {
 }
 SCHEDULE_OPTIONS: Final = options_of(ScheduleSpec)
 """Core keys that hold a mapping, with the options in it; `optim.schedule` holds `SCHEDULE_OPTIONS`."""
+
+CHECKPOINT_OPTIONS: Final = (
+    OptionSpec(
+        name="no_save_optim",
+        type="bool",
+        default=False,
+        help="leave the optimizer state out of checkpoints: they are smaller and quicker to write, "
+        "but a resumed run starts with fresh Adam moments at full learning rate",
+    ),
+    OptionSpec(
+        name="no_load_optim",
+        type="bool",
+        default=False,
+        help="do not load the optimizer state of a checkpoint: one without it, or from another optimizer, can be used, "
+        "but the resumed run starts with fresh Adam moments at full learning rate",
+    ),
+)
+"""The same for every training engine, off by default; they become fields of `EngineSpec` of the same names."""
 
 CORE_OPTIONS: Final = (
     OptionSpec(name="recipe", help="the program to run, by its plugin's name"),
