@@ -28,7 +28,7 @@ class WeightSource(ABC):
 
     @abstractmethod
     def manifest(self) -> Manifest:
-        """Return what this rank holds; moves nothing, not a collective."""
+        """Return what this rank holds, the same for as long as the engine lives; moves nothing, not a collective."""
 
     @abstractmethod
     def tensors(self) -> Mapping[str, Any]:
@@ -37,6 +37,13 @@ class WeightSource(ABC):
     @abstractmethod
     def changes(self) -> int:
         """Return a number that differs whenever the weights may have changed (steps and loads counted)."""
+
+    def places(self) -> int:
+        """Return a number that differs whenever a storage may have moved (an offload, for one).
+
+        Asked for in every update that reads storages directly; a source that counts its moves spares the look at each.
+        """
+        return hash(tuple((name, tensor.data_ptr()) for name, tensor in self.tensors().items()))
 
     def fence(self) -> None:
         """Return once every write to the weights so far has reached memory (a device synchronise; nothing on CPU)."""
@@ -58,7 +65,7 @@ class WeightSink(ABC):
 
     @abstractmethod
     def manifest(self) -> Manifest:
-        """Return what this rank wants; moves nothing."""
+        """Return what this rank wants, the same for as long as the engine lives; moves nothing."""
 
     @abstractmethod
     def tensors(self) -> Mapping[str, Any]:

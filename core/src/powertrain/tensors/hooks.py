@@ -61,6 +61,28 @@ SHM = TransferSpec(
 )
 
 
+IPC = TransferSpec(
+    name="ipc",
+    driver="powertrain.tensors.ipc:IpcTransfer",
+    source="powertrain.tensors.ipc:IpcSource",
+    sink="powertrain.tensors.ipc:IpcSink",
+    reach=("device",),
+    rank=15,
+    summary="colocated engines: every sink copies from the trainer's own device memory, by CUDA IPC",
+    options=(
+        OptionSpec(
+            name="keep_open",
+            type="bool",
+            default=True,
+            help="Keep the trainer's memory mapped between updates, until it moves; false maps it anew each time.",
+        ),
+        *SHM.options,
+    ),
+    requires=("torch",),
+    install=_INSTALL,
+)
+
+
 PLANNED = tuple(
     TransferSpec(
         name=name,
@@ -72,7 +94,6 @@ PLANNED = tuple(
         status="planned",
     )
     for name, reach, summary in (
-        ("ipc", ("device",), "colocated engines, through handles of device memory"),
         ("p2p", ("network", "host"), "rank to rank by the plan, over NCCL, HCCL or gloo"),
         ("disk", ("network", "host", "process"), "safetensors on a file system that both sides see"),
     )
@@ -82,4 +103,4 @@ PLANNED = tuple(
 @hookimpl
 def powertrain_transfer() -> list[TransferSpec]:
     """Describe all transfers of core."""
-    return [LOCAL, SHM, *PLANNED]
+    return [LOCAL, SHM, IPC, *PLANNED]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import torch
 
 from powertrain.errors import StateError, TransferError, UnfitError
 from powertrain.interfaces.weights import WeightSink
+from powertrain.tensors.copies import CopyProgram
 from powertrain.weights import Box, Entry, Manifest
 from powertrain.weights.ranges import Range, left_of, overlap
 
@@ -54,6 +56,18 @@ def block_view(storage: torch.Tensor, place: int, size: tuple[int, ...], stride:
     return torch.as_strided(storage, size, stride, storage.storage_offset() + place)
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Pieces that `BoxSink.prepare` has checked. program: their copies. written: the ranges, by tensor. whole: they
+    are all that an update must write. memory: where our storages lay.
+    """
+
+    program: CopyProgram
+    written: Mapping[str, list[Range]]
+    whole: bool
+    memory: tuple[int, ...]
+
+
 class BoxSink(WeightSink):
     """Writes pieces into the boxes of a manifest.
 
@@ -73,6 +87,7 @@ class BoxSink(WeightSink):
         self._intact = True
         self._update: Update | None = None
         self._written: dict[str, list[Range]] = {}
+        self._whole = False
         self._adapter: dict[str, list[tuple[Range, torch.Tensor]]] = {}
         self._shared: WeightSource | None = None
         self._offered: tuple[WeightSource, int] | None = None
@@ -126,28 +141,62 @@ class BoxSink(WeightSink):
             message = f"adapter {update.adapter!r} cannot heal the base weights; push full weights first"
             raise UnfitError(message)
         self._update, self._state = update, "updating"
-        self._written, self._adapter, self._offered = {}, {}, None
+        self._written, self._adapter, self._offered, self._whole = {}, {}, None, False
 
     def apply(self, pieces: Iterable[Piece]) -> None:
         """Copy pieces into place, cast where the entry accepts it; a piece that does not fit is not begun."""
         self._expect("updating", "apply")
+        on_device = False
         if self._opened.kind == "adapter":
             for piece in pieces:
                 place = (tuple(piece.start), tuple(piece.tensor.shape))
                 parts = self._adapter.setdefault(piece.name, [])
                 _check_new(piece.name, place, [old for old, _ in parts])
                 parts.append((place, piece.tensor.clone()))
-            return
-        self.unshare()
-        on_device = False
-        with torch.no_grad():
-            for piece in pieces:
-                for target, source in self._targets(piece):
-                    self._intact = False
-                    target.copy_(source)
-                    on_device |= target.is_cuda or source.is_cuda
+                on_device |= piece.tensor.is_cuda
+        else:
+            self.unshare()
+            with torch.no_grad():
+                for piece in pieces:
+                    for target, source in self._targets(piece):
+                        self._intact = False
+                        target.copy_(source)
+                        on_device |= target.is_cuda or source.is_cuda
         if on_device:
             torch.cuda.synchronize()
+
+    def prepare(self, pieces: Iterable[Piece]) -> Prepared:
+        """Check pieces as `apply` does and work out their copies, for `replay` to run in any number of updates.
+
+        For full weights. The pieces' memory must stay where it is; what lies in it may change.
+        """
+        kept, self._written = self._written, {}
+        try:
+            program = CopyProgram(pair for piece in pieces for pair in self._targets(piece))
+            whole = next(self._gaps(), None) is None
+            return Prepared(program, self._written, whole, self._memory())
+        finally:
+            self._written = kept
+
+    def replay(self, prepared: Prepared) -> bool:
+        """Write prepared pieces, complete when it returns, device included; False (nothing done) where our storages
+        have moved since, so that the pieces must be prepared again.
+        """
+        self._expect("updating", "replay")
+        self.unshare()
+        if self._opened.kind == "adapter" or prepared.memory != self._memory():
+            return False
+        for name, places in prepared.written.items() if self._written else ():
+            for place in places:
+                _check_new(name, place, self._written.get(name, []))
+        self._intact = False
+        prepared.program.run()
+        if prepared.program.on_device:
+            torch.cuda.synchronize()
+        self._whole = prepared.whole
+        for name, places in prepared.written.items():
+            self._written.setdefault(name, []).extend(places)
+        return True
 
     def finish(self) -> None:
         """Check that every element was written, refresh derived state (or register the adapter); state finished."""
@@ -158,7 +207,7 @@ class BoxSink(WeightSink):
             self._adapter = {}
             self.add_adapter(update.adapter, update.adapter_config, tensors)
         else:
-            if self._offered is None:
+            if self._offered is None and not self._whole:
                 self._check_written()
             self.refresh()
         self._state = "finished"
@@ -284,15 +333,23 @@ class BoxSink(WeightSink):
             pairs.append((target, source))
         return pairs
 
-    def _check_written(self) -> None:
+    def _memory(self) -> tuple[int, ...]:
+        return tuple(tensor.data_ptr() for tensor in self._tensors.values())
+
+    def _gaps(self) -> Iterator[tuple[str, Range]]:
+        """Yield each range that this update had to write and has not."""
         for entry in self._manifest:
             done = self._written.get(entry.name, [])
             if (entry.frozen and not done) or sum(prod(part[1]) for part in done) == sum(
                 b.elements for b in entry.boxes
             ):
                 continue
-            gap = next(left for box in entry.boxes for left in left_of((box.start, box.size), done))
-            message = f"{entry.name!r}{_text(gap)} was not written by update {self._opened.version}"
+            for box in entry.boxes:
+                yield from ((entry.name, left) for left in left_of((box.start, box.size), done))
+
+    def _check_written(self) -> None:
+        for name, gap in self._gaps():
+            message = f"{name!r}{_text(gap)} was not written by update {self._opened.version}"
             raise TransferError(message, phase="finish")
 
 

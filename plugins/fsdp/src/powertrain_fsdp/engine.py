@@ -42,6 +42,7 @@ class FsdpEngine(TrainEngine):
         self._optimizer: torch.optim.AdamW | None = None
         self._step = 0
         self._changes = 0
+        self._moves = 0
 
     def prepare(self, env: Mapping[str, str]) -> None:
         """Set what is missing of `env`, and say what came too late."""
@@ -119,7 +120,7 @@ class FsdpEngine(TrainEngine):
     def weights(self) -> WeightSource:
         """Return the shards' source; with LoRA, the adapter's alone."""
         spec, _, built = self._parts
-        return FsdpWeightSource(built, spec, lambda: self._changes)
+        return FsdpWeightSource(built, spec, lambda: self._changes, lambda: self._moves)
 
     def save(self, folder: str) -> None:
         """Write DCP shards, random states and a checked list of files."""
@@ -149,6 +150,7 @@ class FsdpEngine(TrainEngine):
         built = self._parts[2]
         if built.device.type == "cpu":
             return
+        self._moves += 1
         built.reshard()
         built.scorer.to(device)
         for state in self._optimizer.state.values() if self._optimizer is not None else ():

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class FsdpWeightSource(WeightSource):
     """Full weights, or the adapter alone when one is trained. Storages carry the names of their tensors."""
 
-    def __init__(self, built: Built, spec: EngineSpec, changes: Callable[[], int]) -> None:
-        self._built, self._spec, self._changes = built, spec, changes
+    def __init__(self, built: Built, spec: EngineSpec, changes: Callable[[], int], moves: Callable[[], int]) -> None:
+        self._built, self._spec, self._changes, self._moves = built, spec, changes, moves
 
     def manifest(self) -> Manifest:
         """Return this rank's boxes; moves nothing. A rank whose share of a tensor is empty lists it without boxes."""
@@ -39,6 +39,10 @@ class FsdpWeightSource(WeightSource):
     def changes(self) -> int:
         """Count steps taken and checkpoints loaded."""
         return self._changes()
+
+    def places(self) -> int:
+        """Count offloads and onloads; nothing else gives a weight other memory."""
+        return self._moves()
 
     def fence(self) -> None:
         """Wait for the device."""

@@ -1,0 +1,266 @@
+"""Transfer `ipc`: engines that share cards; sinks copy from the trainer's own memory on the device.
+
+The trainer hands out one handle for each allocation that its weights lie in, once. A sink maps them, works out its
+copies once, and from then on an update is: the trainer waits for its device, the sinks copy in one kernel and wait for
+theirs. Nothing is staged, so no extra memory is taken. The mappings stay open while the trainer's storages stay where
+they are (`keep_open`); they are closed before the trainer offloads or ends. No handle leaves the control channel,
+whose every message carries the run's token.
+
+Blocks on a card that a sink does not run on go through a staging area in shared memory, as in the transfer `shm`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from powertrain.errors import TransferError
+from powertrain.interfaces.transfer import Endpoint
+from powertrain.interfaces.weights import Piece
+from powertrain.tensors import cuda_ipc
+from powertrain.tensors.planned import PlannedTransfer
+from powertrain.tensors.shm import ShmTransfer
+from powertrain.tensors.sink import BoxSink, Prepared, block_view
+from powertrain.weights.transaction import together
+
+if TYPE_CHECKING:
+    from powertrain.interfaces.build import RankSpec
+    from powertrain.interfaces.weights import WeightSink, WeightSource
+    from powertrain.weights import TransferPlan, Update
+    from powertrain.weights.plan import Read
+
+
+def card() -> str:
+    """Return the identity of this process's card, whatever its number here is."""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+class IpcSource(Endpoint):
+    """A training rank's half."""
+
+    def __init__(self, weights: WeightSource, place: RankSpec) -> None:
+        self._weights = weights
+        self._made: dict[str, tuple[str, int]] = {}
+
+    def offer(self, session: str, tag: str, again: bool) -> dict[str, Any] | None:
+        """Wait for the device, and return where the weights lie, or None when the offer of that tag still holds.
+
+        again: make one in any case. The answer: `card`, `process`, `segments` [(handle, bytes)], and `storages` name ->
+        (segment, bytes from its first, elements, dtype).
+        """
+        self._weights.fence()
+        made = tag, self._weights.places()
+        if not again and self._made.get(session) == made:
+            return None
+        tensors = self._weights.tensors()
+        off = [name for name, tensor in tensors.items() if not tensor.is_cuda]
+        if off:
+            message = f"{off[0]!r} is not on a card (offloaded?); bring the trainer's weights back, or use shm"
+            raise TransferError(message, phase="gather")
+        self._made[session] = made
+        return {"card": card(), "process": os.getpid(), **_export(tensors)}
+
+    def release(self, session: str) -> None:
+        """Forget an offer."""
+        self._made.pop(session, None)
+
+    def close(self) -> None:
+        """Forget all offers."""
+        self._made.clear()
+
+
+def _export(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    segments: dict[int, tuple[int, bytes, int]] = {}
+    storages: dict[str, tuple[int, int, int, str]] = {}
+    for name, tensor in tensors.items():
+        span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if not tensor.numel():
+            continue
+        base, size = cuda_ipc.allocation(tensor.data_ptr())
+        if base not in segments:
+            segments[base] = (len(segments), cuda_ipc.export_handle(base), size)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        storages[name] = (segments[base][0], tensor.data_ptr() - base, span, dtype)
+    return {"segments": [(handle, size) for _, handle, size in segments.values()], "storages": storages}
+
+
+@dataclass(slots=True)
+class _Session:
+    """One pair as a sink's rank sees it. reads: what lies on its card. offers: of every trainer rank."""
+
+    reads: Sequence[Read]
+    offers: Sequence[Mapping[str, Any]]
+    bytes: int
+    mappings: list[cuda_ipc.Mapped] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+    prepared: Prepared | None = None
+
+
+class IpcSink(Endpoint):
+    """An inference rank's half."""
+
+    def __init__(self, weights: WeightSink, place: RankSpec) -> None:
+        self._weights, self._rank = weights, place.rank
+        self._sessions: dict[str, _Session] = {}
+
+    def where(self, session: str) -> tuple[str, int]:
+        """Return this rank's card and process."""
+        return card(), os.getpid()
+
+    def open(self, session: str, reads: Sequence[Sequence[Read]], offers: Sequence[Mapping[str, Any]]) -> None:
+        """Note what this rank reads and where the trainer's ranks offer it; what was mapped before is closed."""
+        self.release(session)
+        mine = reads[self._rank]
+        self._sessions[session] = _Session(mine, list(offers), sum(read.bytes for read in mine))
+
+    def load(self, session: str, keep_open: bool) -> int:
+        """Copy all that this rank reads, and wait for the device; returns bytes."""
+        found = self._sessions.get(session)
+        if found is None:
+            message = f"this rank has no offer for pair {session}; it was restarted, and the next update makes one"
+            raise TransferError(message, phase="load")
+        if not found.mappings:
+            self._map(found)
+        sink = self._weights
+        try:
+            if not isinstance(sink, BoxSink) or any(read.name.endswith(_ADAPTER) for read in found.reads[:1]):
+                sink.apply(iter(found.pieces))
+            elif found.prepared is None or not sink.replay(found.prepared):
+                found.prepared = sink.prepare(found.pieces)
+                sink.replay(found.prepared)
+        finally:
+            if not keep_open:
+                _unmap(found)
+        return found.bytes
+
+    def _map(self, found: _Session) -> None:
+        device = torch.cuda.current_device()
+        views: dict[tuple[int, str], torch.Tensor] = {}
+        for rank in sorted({read.block.rank for read in found.reads}):
+            offer = found.offers[rank]
+            maps = [cuda_ipc.Mapped(bytes(handle), size, device) for handle, size in offer["segments"]]
+            found.mappings += maps
+            for name, (segment, offset, count, dtype) in offer["storages"].items():
+                views[rank, name] = maps[segment].view(offset, count, getattr(torch, dtype))
+        found.pieces = list(_pieces(found.reads, views))
+
+    def release(self, session: str) -> None:
+        """Unmap a pair's memory."""
+        found = self._sessions.pop(session, None)
+        if found is not None:
+            _unmap(found)
+
+    def close(self) -> None:
+        """Unmap everything."""
+        for session in list(self._sessions):
+            self.release(session)
+
+
+_ADAPTER = (".lora_A.weight", ".lora_B.weight")
+
+
+def _unmap(found: _Session) -> None:
+    found.pieces, found.prepared = [], None
+    while found.mappings:
+        found.mappings.pop().close()
+
+
+def _pieces(reads: Iterable[Read], views: Mapping[tuple[int, str], torch.Tensor]) -> Iterator[Piece]:
+    for read in reads:
+        block = read.block
+        place = block.place + sum(
+            (at - own) * n for at, own, n in zip(read.start, block.start, block.stride, strict=True)
+        )
+        yield Piece(read.name, read.start, block_view(views[block.rank, block.storage], place, read.size, block.stride))
+
+
+@dataclass(slots=True)
+class _Opened:
+    """What an update finds ready from the one before. rest: what goes by shared memory, None where nothing does."""
+
+    plan: TransferPlan
+    sinks: list[str]
+    tag: str
+    rest: TransferPlan | None = None
+
+
+class IpcTransfer(PlannedTransfer):
+    """Driver's half. Options: `keep_open`, and `bucket_mb` and `folder` for what lies on other cards."""
+
+    PLUGIN = "ipc"
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        super().__init__(name, options)
+        self._keep_open = bool(options.get("keep_open", True))
+        self._staged = ShmTransfer("shm", options)
+        self._opened: _Opened | None = None
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The most bytes of a bucket, for what goes by shared memory."""
+        return self._staged.bucket_bytes
+
+    async def move(self, plan: TransferPlan, update: Update, meter: Any, *, deadline: float) -> None:
+        """Fence the trainer, tell sinks of storages that have moved, and let every sink copy at once."""
+        self._check_kind(plan, update)
+        opened, self._opened = self._opened, None  # until all has gone well
+        if opened is not None and (opened.plan is not plan or opened.sinks != [sink.name for sink in self.sinks]):
+            opened = None
+        with meter.phase("gather"):
+            tag = opened.tag if opened else ""
+            answers = await self._call(self.source, "offer", tag=tag, again=opened is None, deadline=deadline)
+            if opened is None or any(answers):
+                opened = await self._open(plan, deadline)
+        if opened.rest is not None:
+            await self._staged.move(opened.rest, update, meter, deadline=deadline)
+        with meter.phase("load"):
+            loads = [self._call(sink, "load", keep_open=self._keep_open, deadline=deadline) for sink in self.sinks]
+            meter.bytes += sum(sum(answer) for answer in await together(loads))
+        self._opened = opened
+
+    async def unmap(self, *, deadline: float) -> None:
+        """Let every sink close its mappings; called before the trainer's storages are freed or moved."""
+        self._opened = None
+        await together(self._call(sink, "release", deadline=deadline) for sink in self.sinks)
+
+    async def close(self) -> None:
+        """Close the sinks' mappings, then forget the offers."""
+        self._opened = None
+        await self._staged.close()
+        await super().close()
+
+    async def _open(self, plan: TransferPlan, deadline: float) -> _Opened:
+        """Take a new offer of every trainer rank to the sinks, and sort out what lies on other cards than theirs."""
+        tag = secrets.token_hex(4)
+        offers = await self._call(self.source, "offer", tag=tag, again=True, deadline=deadline)
+        places = await together(self._call(sink, "where", deadline=deadline) for sink in self.sinks)
+        if {process for engine in places for _, process in engine} & {offer["process"] for offer in offers}:
+            message = "both engines live in one process, which cannot map its own memory; use the transfer local"
+            raise TransferError(message, phase="gather")
+
+        def here(read: Read, engine: int, rank: int) -> bool:
+            return bool(offers[read.block.rank]["card"] == places[engine][rank][0])
+
+        near = _kept(plan, lambda *where: here(*where))
+        far = _kept(plan, lambda *where: not here(*where))
+        await together(
+            self._call(sink, "open", reads=reads, offers=offers, deadline=deadline)
+            for sink, reads in zip(self.sinks, near.reads, strict=True)
+        )
+        self._staged.source, self._staged.sinks = self.source, self.sinks
+        return _Opened(plan, [sink.name for sink in self.sinks], tag, far if far.blocks else None)
+
+
+def _kept(plan: TransferPlan, keep: Callable[[Read, int, int], bool]) -> TransferPlan:
+    """Return a plan with the reads that keep(read, engine, rank) is true for, and the blocks that they need."""
+    reads = tuple(
+        tuple(tuple(read for read in ranks if keep(read, e, r)) for r, ranks in enumerate(engine))
+        for e, engine in enumerate(plan.reads)
+    )
+    needed = {id(read.block) for engine in reads for ranks in engine for read in ranks}
+    return replace(plan, blocks=tuple(block for block in plan.blocks if id(block) in needed), reads=reads)
