@@ -67,7 +67,7 @@ def test_prepared_pieces_that_leave_a_gap_are_told_by_finish(sink):
     prepared = sink.prepare(pieces(0)[1][:-1])
     sink.begin(update())
     sink.replay(prepared)
-    with pytest.raises(TransferError, match="'c'.* was not written by update 1.1"):
+    with pytest.raises(TransferError, match=r"'c'.* was not written by update 1\.1"):
         sink.finish()
 
 
