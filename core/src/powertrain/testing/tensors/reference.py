@@ -17,16 +17,12 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 
-def greedy(model: str | Any, prompt: Sequence[int], count: int) -> list[int]:
-    """Return the `count` tokens of greatest probability that follow a prompt, each from a whole forward pass."""
-    import torch
-
-    model = plain_model(model) if isinstance(model, str) else model
-    ids = [int(token) for token in prompt]
-    with torch.no_grad():
-        for _ in range(count):
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[len(prompt) :]
+def regret(model: str | Any, prompt: Sequence[int], tokens: Sequence[int]) -> Floats:
+    """Return how far each token's log-prob lies below the greatest one there: 0 all along for greedy tokens."""
+    table = _table(model, prompt, tokens)
+    chosen = table.gather(1, _column(tokens))[:, 0]
+    found: Floats = (table.amax(-1) - chosen).numpy()
+    return found
 
 
 def replay(
@@ -41,11 +37,7 @@ def replay(
     """Return float64 log-probs of `tokens` after `prompt`, each under temperature, then top_k, then top_p."""
     import torch
 
-    model = plain_model(model) if isinstance(model, str) else model
-    ids = torch.tensor([[*map(int, prompt), *map(int, tokens)]])
-    with torch.no_grad():
-        logits = model(ids).logits[0, len(prompt) - 1 : -1].double() / temperature
-    ordered = logits.sort(-1, descending=True)
+    ordered = (_table(model, prompt, tokens) / temperature).sort(-1, descending=True)
     weights = ordered.values.softmax(-1)
     if top_k:
         weights[:, top_k:] = 0
@@ -53,9 +45,31 @@ def replay(
     if top_p < 1:
         weights = torch.where(weights.cumsum(-1) - weights >= top_p, 0.0, weights)
         weights = weights / weights.sum(-1, keepdim=True)
-    places = ordered.indices.argsort(-1).gather(1, ids[0, len(prompt) :, None])
+    places = ordered.indices.argsort(-1).gather(1, _column(tokens))
     found: Floats = weights.gather(1, places)[:, 0].log().numpy()
     return found
+
+
+def distribution(model: str | Any, prompt: Sequence[int]) -> Floats:
+    """Return float64 [V]: the probability of each next token."""
+    found: Floats = _table(model, prompt, [0])[0].exp().numpy()
+    return found
+
+
+def _table(model: str | Any, prompt: Sequence[int], tokens: Sequence[int]) -> Any:
+    """Return float64 [T, V] log-probs at the places of `tokens`."""
+    import torch
+
+    model = plain_model(model) if isinstance(model, str) else model
+    ids = torch.tensor([[*map(int, prompt), *map(int, tokens)]])
+    with torch.no_grad():
+        return model(ids).logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
+
+
+def _column(tokens: Sequence[int]) -> Any:
+    import torch
+
+    return torch.tensor([int(token) for token in tokens])[:, None]
 
 
 def scores(model: str | Any, batch: TrainBatch, temperature: float = 1.0) -> Floats:

@@ -55,15 +55,18 @@ def read(manifest: Manifest, tensors: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def pieces(manifest: Manifest, weights: Mapping[str, Any]) -> list[Piece]:
-    """Return every tensor of a sink's manifest as one piece, in the sink's dtype; tied names are found by either."""
+def pieces(manifest: Manifest, weights: Mapping[str, Any], dtype: str = "") -> list[Piece]:
+    """Return every tensor of a sink's manifest as one piece, in the sink's dtype if not in a given one.
+
+    Tied names are found by either.
+    """
     import torch
 
     aliases = {name: alias for alias, name in manifest.tied.items()}
     found = []
     for entry in manifest:
         value = weights[entry.name if entry.name in weights else aliases[entry.name]]
-        found.append(Piece(entry.name, (0,) * value.dim(), value.to(getattr(torch, entry.dtype))))
+        found.append(Piece(entry.name, (0,) * value.dim(), value.to(getattr(torch, dtype or entry.dtype))))
     return found
 
 
@@ -101,10 +104,10 @@ def iota(manifest: Manifest) -> dict[str, Any]:
     return found
 
 
-def write(sink: Any, update: Update, weights: Mapping[str, Any]) -> None:
+def write(sink: Any, update: Update, weights: Mapping[str, Any], dtype: str = "") -> None:
     """Write a whole update into a sink, up to and with `finish`."""
     sink.begin(update)
-    sink.apply(pieces(sink.manifest(), weights))
+    sink.apply(pieces(sink.manifest(), weights, dtype))
     sink.finish()
 
 
