@@ -15,7 +15,7 @@ from powertrain.interfaces.launcher import ProcessStatus
 from powertrain.runtime import channel as channel_module
 from powertrain.runtime import wire
 from powertrain.runtime.channel import DriverChannel, WorkerChannel, refusal
-from powertrain.runtime.faults import RankFault
+from powertrain.runtime.wire import RankFault
 from powertrain.specs import API_VERSION
 
 BIG = np.arange(50_000)

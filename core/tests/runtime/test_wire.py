@@ -147,10 +147,10 @@ def test_a_record_with_refused_content_is_refused_on_arrival():
     batch = TrainBatch.from_sequences([[1]], [[2]])
     fields = {"tokens": batch.tokens, "starts": batch.starts[:1], "prompt_lens": batch.prompt_lens}
     fields["weights"] = batch.weights
-    encoder = wire._Encoder()
-    data = encoder.encode(msgpack.ExtType(2, encoder.encode(["TrainBatch", fields])))
+    block = bytearray()
+    data = wire._encode(msgpack.ExtType(2, wire._encode(["TrainBatch", fields], block)), block)
     with pytest.raises(ConfigError, match="training batch"):
-        wire.unpack([data, b"".join(encoder.blocks), b""])
+        wire.unpack([data, bytes(block), b""])
 
 
 def test_too_much_plain_data_is_an_error_that_says_so(monkeypatch):
@@ -208,7 +208,7 @@ def test_full_shared_memory_is_told_with_the_size_and_leaves_nothing(monkeypatch
         def __exit__(self, *exc):
             pass
 
-        def writelines(self, blocks):
+        def write(self, block):
             raise OSError(errno.ENOSPC, "no space left")
 
     monkeypatch.setattr(wire, "FOLDER", tmp_path)

@@ -12,9 +12,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from powertrain.errors import ConfigError, PluginError
-from powertrain.layout.mapping import mapping_text, value_text
 from powertrain.layout.parts import PART_OPTIONS, Layout, Part, in_attn
-from powertrain.layout.text import DIM, NAME, OPTION, SECTION, Faults, read, shorten
+from powertrain.layout.text import DIM, NAME, OPTION, SECTION, Faults, mapping_text, read, shorten, value_text
 from powertrain.options import OptionSpec, convert, nearest
 from powertrain.specs import AxisSpec, BackendSpec
 

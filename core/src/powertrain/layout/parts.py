@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from powertrain.errors import ConfigError, DeviceError
-from powertrain.layout.mapping import part_text
+from powertrain.layout.text import part_text
 from powertrain.options import OptionSpec, nearest
 from powertrain.specs import AxisSpec, BackendSpec
 

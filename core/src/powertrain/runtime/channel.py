@@ -23,8 +23,7 @@ import zmq.asyncio
 from powertrain.errors import HandshakeError, PowertrainError, WorkerError
 from powertrain.interfaces.launcher import ProcessStatus
 from powertrain.runtime import wire
-from powertrain.runtime.faults import RankFault
-from powertrain.runtime.threads import LoopThread
+from powertrain.runtime.host import LoopThread
 from powertrain.specs import API_VERSION
 
 TICK: Final = 0.2
@@ -262,7 +261,7 @@ class DriverChannel(Channel):
             self._settle(number, peer.name, error=peer.error(f"sent an answer that cannot be read: {exc}"))
         else:
             wire.release(frames)
-            self._settle(number, peer.name, value, RankFault(value) if kind == "fault" else None)
+            self._settle(number, peer.name, value, wire.RankFault(value) if kind == "fault" else None)
 
     def _greet(self, sender: bytes, hello: dict[str, Any]) -> None:
         name = str(hello["name"])

@@ -9,8 +9,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final
 
 from powertrain.errors import DeadlineError, WorkerError
-from powertrain.runtime import faults, wire
-from powertrain.runtime.faults import RankFault
+from powertrain.runtime import wire
 from powertrain.runtime.host import METHODS, EngineHost
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class Handle(ABC):
 
         deadline: seconds; `DeadlineError` names the engine, the ranks that are silent, and the method. Cancelling the
         call cancels an inference engine's coroutine; a training engine finishes the work and the result is dropped.
-        Errors come as `powertrain.runtime.faults.rebuilt` makes them; a dead rank is a `WorkerError`.
+        Errors come as `powertrain.runtime.wire.rebuilt` makes them; a dead rank is a `WorkerError`.
         """
         answers = await self._collect(method, [args], deadline)
         if method == "resume" and args and args[0] is not None:
@@ -67,7 +66,7 @@ class Handle(ABC):
     def _send(self, method: str, args: Sequence[Sequence[Any]]) -> list[Future[Any]]:
         """Give each rank its command; args: one for each rank, or one for all.
 
-        A future ends with the answer, a `RankFault`, or a `WorkerError` (died).
+        A future ends with the answer, a `wire.RankFault`, or a `WorkerError` (died).
         """
 
     def quiet(self) -> dict[int, float]:
@@ -81,7 +80,7 @@ class Handle(ABC):
         waiters = [asyncio.wrap_future(future) for future in self._send(method, args)]
         try:
             done, silent = await asyncio.wait(waiters, timeout=deadline, return_when=asyncio.FIRST_EXCEPTION)
-            if silent and any(isinstance(waiter.exception(), RankFault) for waiter in done):
+            if silent and any(isinstance(waiter.exception(), wire.RankFault) for waiter in done):
                 done, silent = await asyncio.wait(waiters, timeout=ERROR_GRACE)
         finally:
             for waiter in waiters:
@@ -113,13 +112,13 @@ class Handle(ABC):
     ) -> BaseException:
         told = {}
         for rank, exc in errors.items():
-            if not isinstance(exc, RankFault):
+            if not isinstance(exc, wire.RankFault):
                 self.failed = str(exc)
                 return exc
             told[rank] = exc.fault
         rank, first = next(iter(told.items()))
-        error = faults.rebuilt(first, engine=self.name, rank=rank)
-        apart = alone or not faults.same(list(told.values()))
+        error = wire.rebuilt(first, engine=self.name, rank=rank)
+        apart = alone or not wire.same(list(told.values()))
         if missing or (apart and method in {*METHODS[self.role], "open"}):
             where = f"rank {', '.join(map(str, missing))} did not answer" if missing else "the other ranks did not"
             self.failed = f"{method!r} failed on rank {rank} where {where}: {error}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -13,8 +14,7 @@ from powertrain.errors import ConfigError, DeadlineError, StateError
 from powertrain.interfaces.infer import InferEngine
 from powertrain.interfaces.train import TrainEngine
 from powertrain.options import nearest
-from powertrain.runtime.faults import RankFault, told
-from powertrain.runtime.threads import LoopThread
+from powertrain.runtime.wire import RankFault, told
 
 if TYPE_CHECKING:
     from powertrain.interfaces.build import EngineSpec
@@ -31,6 +31,43 @@ WEIGHTS: Final = {
 }
 """Methods of a weight source and of a weight sink that the driver may call, as `weights.<name>`."""
 CLOSE_SECONDS: Final = 20.0
+
+
+class LoopThread:
+    """An event loop on a thread of its own: for the control channel, for engines, and for callers without a loop.
+
+    The thread is a daemon: one that is stuck in an engine never keeps a process alive.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """False once it has been stopped."""
+        return self._thread.is_alive()
+
+    def submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Run a coroutine there; those submitted one after another begin in that order."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def stop(self, seconds: float = 1.0) -> None:
+        """Cancel what still runs and end the thread; waits at most `seconds`. May be called twice."""
+        if self.alive:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        self.loop.run_forever()
+        for _ in range(3):  # what a task does on its way out may have to be cancelled too
+            tasks = asyncio.all_tasks(self.loop)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                self.loop.run_until_complete(asyncio.wait(tasks, timeout=0.3))
+        self.loop.close()
 
 
 class EngineHost:

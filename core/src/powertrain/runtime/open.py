@@ -9,15 +9,16 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
+from powertrain.devices import resolve_device
 from powertrain.errors import ConfigError, Violations
 from powertrain.interfaces.build import EngineSpec, RankSpec
+from powertrain.layout import parse_layout
 from powertrain.options import nearest
-
-if TYPE_CHECKING:
-    from powertrain.registry import Registry
-    from powertrain.runtime.threads import LoopThread
+from powertrain.registry import Registry
+from powertrain.runtime.driver import Driver
+from powertrain.runtime.host import LoopThread
 
 
 def open_engine(
@@ -43,13 +44,7 @@ def open_engine(
         with open_engine("fsdp:d1", model="models/smol", optim=OptimSpec(lr=1e-4)) as engine:
             result = engine.train_step(batch, LossSpec(name="..."))
     """
-    from powertrain.devices import resolve_device
-    from powertrain.layout import parse_layout
-    from powertrain.registry import Registry as _Registry
-    from powertrain.runtime.driver import Driver
-    from powertrain.runtime.threads import LoopThread as _LoopThread
-
-    registry = registry or _Registry()
+    registry = registry or Registry()
     layout = parse_layout(engine, registry=registry)
     if len(layout.parts) != 1:
         message = f"{engine!r} has {len(layout.parts)} parts; open_engine takes one, a Driver takes them all"
@@ -69,7 +64,7 @@ def open_engine(
         folder = run_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="powertrain-"))
         rest: dict[str, Any] = {"inline": inline, "env": env, "timeouts": timeouts}
         driver = Driver(layout, {part.label: template}, registry=registry, run_dir=folder, **rest)
-        thread = _LoopThread("powertrain-open")
+        thread = LoopThread("powertrain-open")
         stack.callback(thread.stop)
         thread.submit(driver.start()).result()
         stack.callback(lambda: thread.submit(driver.close()).result())

@@ -5,6 +5,8 @@ and scalars (which arrive as Python numbers), and the records of `powertrain.int
 refused by name. The arrays of a message lie end to end in one block; up to 64 KiB of it travel in the message, more
 in a segment: a file in shared memory that only this user can read. The driver removes segments, its own ones once
 every worker has answered, the workers' as it reads them; what a killed process left is swept.
+
+Errors are told as plain data on the rank, and raised again as the same class on the driver.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ import dataclasses
 import fcntl
 import mmap
 import os
+import re
 import secrets
 import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
@@ -24,7 +28,8 @@ import msgpack
 import powertrain.interfaces.build
 import powertrain.interfaces.data
 import powertrain.weights  # noqa: F401 - these three fill WIRE_TYPES
-from powertrain.errors import ConfigError
+from powertrain import errors
+from powertrain.errors import ConfigError, PowertrainError, WorkerError
 from powertrain.interfaces.wire import WIRE_TYPES
 
 MAX_PLAIN: Final = 64 << 20
@@ -36,6 +41,7 @@ RUN_PREFIX: Final = "powertrain-"
 FOLDER: Final = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 """Where segments lie."""
 _TUPLE, _RECORD, _ARRAY = 1, 2, 3
+_PLAIN = (str, int, float, bool, tuple, type(None))
 
 
 def pack(value: Any, *, prefix: str = "") -> list[bytes]:
@@ -44,9 +50,9 @@ def pack(value: Any, *, prefix: str = "") -> list[bytes]:
     prefix: of segment names, the same in a whole run; "" keeps arrays in the message. ConfigError for a value that may
     not cross, for more than 64 MiB of plain data, and where shared memory is full.
     """
-    encoder = _Encoder()
+    block = bytearray()
     try:
-        plain = encoder.encode(value)
+        plain = _encode(value, block)
     except (OverflowError, TypeError, ValueError, RecursionError) as exc:
         if isinstance(exc, ConfigError):
             raise
@@ -58,9 +64,9 @@ def pack(value: Any, *, prefix: str = "") -> list[bytes]:
             "send numbers as numpy arrays, which have no such bound"
         )
         raise ConfigError(message)
-    if not prefix or encoder.size <= INLINE_ARRAYS:
-        return [plain, b"".join(encoder.blocks), b""]
-    return [plain, b"", _write_segment(encoder.blocks, prefix).encode()]
+    if not prefix or len(block) <= INLINE_ARRAYS:
+        return [plain, bytes(block), b""]
+    return [plain, b"", _write_segment(block, prefix).encode()]
 
 
 def unpack(frames: Sequence[bytes], *, prefix: str = "") -> Any:
@@ -115,30 +121,25 @@ def sweep_dead() -> None:
             continue
 
 
-class _Encoder:
-    """Packs one value; the bytes of its arrays are collected beside the plain data."""
+def _encode(value: Any, block: bytearray) -> bytes:
+    """Pack one value; the bytes of its arrays are appended to `block`."""
 
-    def __init__(self) -> None:
-        self.blocks: list[bytes] = []
-        self.size = 0
-
-    def encode(self, value: Any) -> bytes:
-        packed: bytes = msgpack.packb(value, default=self._other, strict_types=True)
-        return packed
-
-    def _other(self, value: Any) -> Any:
+    def other(value: Any) -> Any:
         import numpy as np
 
         kind = type(value)
         if kind is tuple:
-            return msgpack.ExtType(_TUPLE, self.encode(list(value)))
+            return msgpack.ExtType(_TUPLE, _encode(list(value), block))
         if WIRE_TYPES.get(kind.__name__) is kind:
             fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(kind)}
-            return msgpack.ExtType(_RECORD, self.encode([kind.__name__, fields]))
+            return msgpack.ExtType(_RECORD, _encode([kind.__name__, fields], block))
         if isinstance(value, Mapping):
             return dict(value)
         if isinstance(value, np.ndarray):
-            return self._array(value)
+            _check_dtype(value.dtype)
+            header = [value.dtype.str, list(value.shape), len(block)]
+            block.extend(value.tobytes())
+            return msgpack.ExtType(_ARRAY, _encode(header, block))
         if isinstance(value, np.generic):
             return value.item()
         for plain in (int, float, str):  # members of an enumeration, for one
@@ -150,12 +151,7 @@ class _Encoder:
         )
         raise ConfigError(message)
 
-    def _array(self, value: Any) -> Any:
-        _check_dtype(value.dtype)
-        header = [value.dtype.str, list(value.shape), self.size]
-        self.blocks.append(value.tobytes())
-        self.size += value.nbytes
-        return msgpack.ExtType(_ARRAY, self.encode(header))
+    return bytes(msgpack.packb(value, default=other, strict_types=True))
 
 
 def _decode(plain: bytes, arrays: bytes | mmap.mmap) -> Any:
@@ -199,14 +195,56 @@ def _check_dtype(dtype: Any) -> None:
         raise ConfigError(message)
 
 
-def _write_segment(blocks: Sequence[bytes], prefix: str) -> str:
-    """Write the blocks into a new segment and return its name."""
+def _write_segment(block: bytearray, prefix: str) -> str:
+    """Write a block into a new segment and return its name."""
     name = f"{prefix}{secrets.token_hex(8)}"
     try:
         with os.fdopen(os.open(FOLDER / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-            file.writelines(blocks)
+            file.write(block)
     except OSError as exc:
         (FOLDER / name).unlink(missing_ok=True)
-        message = f"{sum(map(len, blocks)) / (1 << 20):.0f} MiB of arrays do not fit into {FOLDER}: {exc}"
+        message = f"{len(block) / (1 << 20):.0f} MiB of arrays do not fit into {FOLDER}: {exc}"
         raise ConfigError(message) from exc
     return name
+
+
+class RankFault(Exception):
+    """What a rank's engine raised, as `told` tells it."""
+
+    def __init__(self, fault: dict[str, Any]) -> None:
+        super().__init__(fault["message"])
+        self.fault = fault
+
+
+def told(exc: BaseException) -> dict[str, Any]:
+    """Return an error as plain data: class name, message, traceback, and the plain attributes of our own errors."""
+    kept = vars(exc) if isinstance(exc, PowertrainError) else {}
+    return {
+        "type": type(exc).__name__,
+        "message": str(exc),
+        "traceback": "".join(traceback.format_exception(exc))[-20_000:],
+        "attributes": {name: value for name, value in kept.items() if isinstance(value, _PLAIN)},
+    }
+
+
+def rebuilt(fault: dict[str, Any], *, engine: str, rank: int) -> PowertrainError:
+    """Return the error to raise on the driver.
+
+    Classes of `powertrain.errors` come back as themselves; every other one as a `WorkerError` with `remote_type` and
+    `remote_traceback`. The message begins with engine and rank.
+    """
+    where, name, remote = f"{engine} rank {rank}", str(fault["type"]), fault["traceback"]
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, PowertrainError):
+        error = kind.__new__(kind, f"{where}: {fault['message']}")
+        vars(error).update(fault["attributes"])
+    else:
+        message = f"{where}: {name}: {fault['message']}"
+        error = WorkerError(message, worker=engine, rank=rank, remote_type=name, remote_traceback=remote)
+    error.add_note(f"from {where}:\n{remote}")
+    return error
+
+
+def same(faults: Sequence[dict[str, Any]]) -> bool:
+    """Tell whether all ranks raised the same error, so that they still stand where they stood together."""
+    return len({(fault["type"], re.sub(r"rank \d+", "rank", fault["message"])) for fault in faults}) == 1

@@ -25,7 +25,6 @@ from powertrain import __version__
 from powertrain.registry import Registry
 from powertrain.runtime import wire
 from powertrain.runtime.channel import WorkerChannel
-from powertrain.runtime.faults import RankFault, told
 from powertrain.runtime.host import CLOSE_SECONDS, EngineHost
 from powertrain.specs import API_VERSION
 
@@ -63,22 +62,23 @@ class Worker:
             call.cancel()
         try:
             self._host.submit("close", [], wire.copied).result(CLOSE_SECONDS)
-        except (RankFault, TimeoutError) as exc:
+        except (wire.RankFault, TimeoutError) as exc:
             _LOG.warning("closing the engine: %s", exc)
         self._channel.close()
         return code
 
     def _received(self, kind: str, number: int, value: Any) -> None:
-        if kind == "refuse":
-            self._end.put((REFUSED, f"the driver refused this worker: {value}"))
-        elif kind == "gone":
-            self._end.put((GONE, "the driver has been silent for too long"))
-        elif kind == "exit":
-            self._end.put((DONE, ""))
+        ends = {
+            "refuse": (REFUSED, f"the driver refused this worker: {value}"),
+            "gone": (GONE, "the driver has been silent for too long"),
+            "exit": (DONE, ""),
+        }
+        if kind in ends:
+            self._end.put(ends[kind])
         elif kind == "cancel" and number in self._calls:
             self._calls[number].cancel()
         elif kind == "call" and isinstance(value, Exception):
-            self._channel.send("fault", number, wire.pack(told(value)))
+            self._channel.send("fault", number, wire.pack(wire.told(value)))
         elif kind == "call":
             method, args = value
             seal = partial(wire.pack, prefix=self._channel.prefix)
@@ -89,8 +89,10 @@ class Worker:
         del self._calls[number]
         try:
             self._channel.send("answer", number, future.result())
-        except (RankFault, CancelledError) as exc:
-            self._channel.send("fault", number, wire.pack(exc.fault if isinstance(exc, RankFault) else told(exc)))
+        except (wire.RankFault, CancelledError) as exc:
+            self._channel.send(
+                "fault", number, wire.pack(exc.fault if isinstance(exc, wire.RankFault) else wire.told(exc))
+            )
 
 
 def main() -> int:
