@@ -150,8 +150,9 @@ def light(tmp):
 
 @pytest.fixture(scope="session")
 def full(tmp, everything, wheels):
+    """Return an environment with all dists of this repository, what their engines need, and a guest's transfer."""
     environment = Environment(tmp / "full", everything, wheels)
-    environment.install(*EXTRAS, *SPECS)
+    environment.install(*EXTRAS, *SPECS, "powertrain-pigeon")
     return environment
 
 
@@ -172,9 +173,9 @@ def core(tmp, light, wheels):
 
 @pytest.fixture(scope="session")
 def guest(tmp, light, wheels):
-    """Return an environment with core and the third party's packages."""
+    """Return an environment with core, one engine that cannot run there, and the third party's packages."""
     environment = Environment(tmp / "guest", light, wheels)
-    environment.install("powertrain-echo", "powertrain-parrot")
+    environment.install("powertrain-hf", "powertrain-echo", "powertrain-parrot")
     return environment
 
 

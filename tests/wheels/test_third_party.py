@@ -73,6 +73,17 @@ def test_third_partys_recipe_runs_its_engine(guest, recipe):
     assert [(row["step"], row["said"]) for row in rows] == [(1, [1, 1, 1]), (2, [2, 2, 2])]
 
 
+def test_third_partys_transfer_carries_the_weights_of_a_recipe(full, recipe):
+    folder = full.home / "carried"
+    words = ("engines=fsdp:d1|hf:d1 via pigeon", "ppo.held_out=0", "ppo.export=false", "ppo.plot=false")
+    full.powertrain("run", recipe, "--folder", folder, *words)
+    rows = full.metrics(folder)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(row["mismatch/max"] < 1e-3 for row in rows[1:])  # step 2 samples with what step 1 has trained
+    assert all(row["time/transfer/bytes"] for row in rows[1:])
+    assert all(row["grad_norm"] > 0 for row in rows[1:])
+
+
 def test_core_is_untouched_by_its_guests(guest, open_wheel):
     for name, content in open_wheel(ROOT / "core").files.items():
         if name.startswith("powertrain/"):
@@ -83,7 +94,7 @@ def test_uninstalled_engine_is_unknown_again(guest):
     guest.uninstall("powertrain-echo")
     try:
         told = guest.refused("explain", "echo:d1k2")
-        assert "no backend 'echo' is installed; there are: none" in told
+        assert "no backend 'echo' is installed; there are: hf" in told
     finally:
         guest.install("powertrain-echo")
     assert guest.powertrain("explain", "echo:d1k2")

@@ -77,7 +77,7 @@ def test_each_requirement_has_a_lower_bound_and_takes_this_core(wheel):
 
 
 def test_installed_packages_are_the_wheels(full):
-    names = ["powertrain", *(f"powertrain_{path.name}" for path in DISTS[1:])]
+    names = ["powertrain", *(f"powertrain_{path.name}" for path in DISTS[1:]), "powertrain_pigeon"]
     code = f"import importlib, json; print(json.dumps([importlib.import_module(n).__file__ for n in {names}]))"
     assert full.python(code) == [str(full.site / name / "__init__.py") for name in names]
     listed = json.loads(full.powertrain("engines", "--json"))["plugins"]
@@ -94,6 +94,11 @@ def test_installed_recipe_runs_to_its_end(full, recipe):
     assert all(row["mismatch/mean"] < 1e-4 for row in rows[1:])
     assert len({row["weight_version"] for row in rows}) == 3
     assert (folder / "export" / "model.safetensors").is_file()
+
+
+def test_installed_layout_is_explained(full):
+    told = full.powertrain("explain", "fsdp:d2|hf:d2 via shm")
+    assert "weights: fsdp -> hf, colocated, via shm" in told
 
 
 def test_installed_engines_check_as_ready(full):
