@@ -66,13 +66,11 @@ class Stateful:
         try:
             yield
         except BaseException:
-            if rule.failed is not None:
-                self.state = rule.failed
+            self.state = rule.failed or self.state
             raise
         finally:
             _running.reset(token)
-        if rule.after is not None:
-            self.state = rule.after
+        self.state = rule.after or self.state
 
 
 def _guarded(name: str, method: Callable[..., Any], rule: Rule) -> Callable[..., Any]:

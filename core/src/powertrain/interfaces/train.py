@@ -6,12 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Self
 
+from powertrain.interfaces.build import EngineSpec
+from powertrain.interfaces.data import LossSpec, StepResult, TrainBatch
 from powertrain.interfaces.state import Rule, Stateful
+from powertrain.interfaces.weights import WeightSource
 
 if TYPE_CHECKING:
-    from powertrain.interfaces.build import EngineSpec
-    from powertrain.interfaces.data import FloatArray, LossSpec, StepResult, TrainBatch
-    from powertrain.interfaces.weights import WeightSource
+    from powertrain.interfaces.data import FloatArray
 
 _READY = ("ready",)
 _LIVE = ("new", "prepared", "ready", "offloaded", "failed", "closed")

@@ -60,6 +60,10 @@ class PluginInfo:
         """Return the one line that tells why this plugin cannot be used."""
         return " ".join(f"{self} cannot be used: {cause}".split())
 
+    def refused(self, status: str, cause: str) -> PluginInfo:
+        """Return this entry with a status that keeps it from being used, unless it has one already."""
+        return replace(self, status=status, detail=self.unusable(cause)) if self.status == "found" else self
+
 
 def normalise(project: str) -> str:
     """Return a dist's name as packaging compares it: lower case, runs of `-_.` are one dash."""
@@ -116,9 +120,8 @@ def _plugins(dist: metadata.Distribution) -> list[PluginInfo]:
     if not name or not version:
         message = "no Name or no Version"
         raise ValueError(message)
-    ours = [entry for entry in dist.entry_points if entry.group in KIND_OF_GROUP]
-    infos = (PluginInfo(entry.name, entry.group, entry.value, name, version, path) for entry in ours)
-    return list(dict.fromkeys(infos))
+    ours = (entry for entry in dist.entry_points if entry.group in KIND_OF_GROUP)
+    return list(dict.fromkeys(PluginInfo(one.name, one.group, one.value, name, version, path) for one in ours))
 
 
 def _effective(copies: list[_Copy]) -> list[PluginInfo]:
@@ -145,8 +148,11 @@ def _effective(copies: list[_Copy]) -> list[PluginInfo]:
 
 
 def _age(dist: metadata.Distribution) -> tuple[bool, list[int], str]:
-    modern = dist.read_text("METADATA") is not None
-    return modern, [int(part) for part in re.findall(r"\d+", dist.version)], dist.version
+    return (
+        dist.read_text("METADATA") is not None,
+        [int(part) for part in re.findall(r"\d+", dist.version)],
+        dist.version,
+    )
 
 
 def judge(found: Sequence[PluginInfo], allow: tuple[str, ...] | None) -> tuple[PluginInfo, ...]:
@@ -157,7 +163,12 @@ def judge(found: Sequence[PluginInfo], allow: tuple[str, ...] | None) -> tuple[P
     """
     if allow is not None:
         _check_allowed(allow, found)
-        found = [_blocked(info, allow) for info in found]
+        named = {"powertrain", *map(normalise, allow)}
+        cause = f"the allow-list {ALLOW_VARIABLE}={','.join(allow)} names neither it nor its dist"
+        found = [
+            info if info.name in allow or normalise(info.dist) in named else info.refused("blocked", cause)
+            for info in found
+        ]
     rivals: dict[tuple[str, str], list[PluginInfo]] = {}
     for info in found:
         if info.status == "found":
@@ -175,18 +186,10 @@ def _check_allowed(allow: tuple[str, ...], found: Sequence[PluginInfo]) -> None:
         raise UnknownPluginError(message, plugin=absent[0], kind="allow-list")
 
 
-def _blocked(info: PluginInfo, allow: tuple[str, ...]) -> PluginInfo:
-    dist = normalise(info.dist)
-    if info.status != "found" or info.name in allow or dist in {"powertrain", *map(normalise, allow)}:
-        return info
-    cause = f"the allow-list {ALLOW_VARIABLE}={','.join(allow)} names neither it nor its dist"
-    return replace(info, status="blocked", detail=info.unusable(cause))
-
-
 def _clash(info: PluginInfo, rivals: list[PluginInfo]) -> PluginInfo:
-    if info.status != "found" or len(rivals) == 1:
+    if len(rivals) < 2:
         return info
     offers = " and ".join(f"{rival.dist} {rival.version} ({rival.module}, {rival.path})" for rival in rivals)
     way = f"uninstall one, or name the wished dist, and all else you use, in {ALLOW_VARIABLE}"
     cause = f"more than one dist has this name, it is offered by {offers}; {way}"
-    return replace(info, status="duplicate", detail=info.unusable(cause))
+    return info.refused("duplicate", cause)

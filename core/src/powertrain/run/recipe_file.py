@@ -95,5 +95,4 @@ def write_yaml(data: Mapping[str, Any]) -> str:
     """Return YAML text in the mapping's order, lists and short mappings on one line where PyYAML finds it fit."""
     import yaml
 
-    text: str = yaml.safe_dump(dict(data), sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
-    return text
+    return str(yaml.safe_dump(dict(data), sort_keys=False, allow_unicode=True, default_flow_style=None, width=120))

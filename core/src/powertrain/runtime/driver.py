@@ -85,11 +85,10 @@ class Driver:
         self._logs = Path(run_dir) / "logs"
         spec = self._launcher_spec = check_ready(registry.launcher(launcher), registry)
         self._launcher_options = resolve(spec.options, launcher_options or {}, where=f"launcher {launcher}")
-        per_transfer: dict[str, Mapping[str, Any]] = {spec.name: {} for spec in self.picked.values()}
-        per_transfer |= transfer_options or {}
+        given = transfer_options or {}
         self._transfer_options = {
-            name: resolve(registry.transfer(name).options, given, where=f"transfer {name}")
-            for name, given in per_transfer.items()
+            name: resolve(registry.transfer(name).options, given.get(name, {}), where=f"transfer {name}")
+            for name in dict.fromkeys((*(spec.name for spec in self.picked.values()), *given))
         }
         self._env = env
         for plan in self.plans:
@@ -206,8 +205,7 @@ class Driver:
         from powertrain.runtime.channel import DriverChannel
 
         made = self._registry.load_class(self._launcher_spec)
-        launcher: Launcher = made(self._launcher_options, logs=str(self._logs))
-        self._launcher = launcher
+        launcher = self._launcher = made(self._launcher_options, logs=str(self._logs))
         channel = self._channel = DriverChannel(launcher.status)
         atexit.register(self._end_workers)
         expected: dict[str, Future[Any]] = {}
@@ -215,9 +213,8 @@ class Driver:
         for plan, envs in plans:
             for rank, (name, env) in enumerate(zip(plan.workers, envs, strict=True)):
                 expected[name] = channel.expect(name, engine=plan.name, rank=rank)
-                config = json.dumps({**channel.invitation, "name": name})
+                env["POWERTRAIN_WORKER"] = json.dumps({**channel.invitation, "name": name})
                 argv = (plan.python, "-m", "powertrain.runtime.worker")
-                env["POWERTRAIN_WORKER"] = config
                 processes.append(ProcessSpec(name=name, argv=argv, env=env, cwd=str(Path.cwd())))
         await asyncio.to_thread(launcher.start, processes)
         greetings = {name: asyncio.wrap_future(future) for name, future in expected.items()}

@@ -163,16 +163,10 @@ def _names_of(sink: Manifest) -> Mapping[str, list[str]]:
 
 
 def _misfit(sent: Entry, entry: Entry) -> list[str]:
-    problems = []
-    if sent.shape != entry.shape:
-        problems.append(
-            f"{entry.name} has shape {list(sent.shape)} at the sender and {list(entry.shape)} at the receiver"
-        )
-    if sent.dtype != entry.dtype and sent.dtype not in entry.accepts:
-        problems.append(
-            f"{entry.name} is {sent.dtype} at the sender; the receiver holds {entry.dtype} and does not cast"
-        )
-    return problems
+    shapes = f"has shape {list(sent.shape)} at the sender and {list(entry.shape)} at the receiver"
+    dtypes = f"is {sent.dtype} at the sender; the receiver holds {entry.dtype} and does not cast"
+    faults = {shapes: sent.shape != entry.shape, dtypes: sent.dtype not in (entry.dtype, *entry.accepts)}
+    return [f"{entry.name} {fault}" for fault, found in faults.items() if found]
 
 
 def _owned(sources: Sequence[Manifest]) -> dict[str, list[tuple[Range, Box, int]]]:
