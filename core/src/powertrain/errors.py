@@ -12,8 +12,11 @@ from collections.abc import Sequence
 class PowertrainError(Exception):
     """Base of all errors raised by powertrain; catch it to catch them all.
 
-    facts: values for the attributes that the error's class declares.
+    facts: values for the attributes that the error's class declares. during: the command of a series that it came
+    from, where it came from a rank that ran one.
     """
+
+    during = ""
 
     def __init__(self, message: str = "", **facts: object) -> None:
         super().__init__(message)

@@ -58,6 +58,51 @@ async def test_every_sink_gets_the_trainers_values(kind, tmp_path):
     await transfer.close()
 
 
+async def test_a_set_of_one_rank_is_loaded_and_published_by_one_message():
+    sink = inline_sink()
+    report = await pair(local(), inline_source(), [sink]).push(update(1), deadline=DEADLINE)
+    assert sink.called == ["weights.manifest", "pause", "series"] or sink.called == [
+        "pause",
+        "weights.manifest",
+        "series",
+    ]
+    assert {phase: report.seconds[phase] for phase in ("load", "finish", "resume")} == dict.fromkeys(
+        ("load", "finish", "resume"), 0.25
+    )
+    assert sink.ranks[0].weights.version == "1.1"
+
+
+async def test_no_engine_of_a_set_is_published_before_all_have_finished():
+    source, sinks = inline_source(), [inline_sink("rollout/0"), inline_sink("rollout/1")]
+    transfer = pair(local(), source, sinks)
+    await transfer.push(update(1), deadline=DEADLINE)
+    assert [sink.called[-2:] for sink in sinks] == [["series", "resume"]] * 2
+    source.ranks[0].weights.train()
+    sinks[1].ranks[0].weights.break_once()
+    with pytest.raises(
+        TransferError, match=r"failed in phase 'load': this rank broke; unfit.*: rollout/0, rollout/1"
+    ) as info:
+        await transfer.push(update(2), deadline=DEADLINE)
+    assert (info.value.phase, sorted(info.value.unfit)) == ("load", ["rollout/0", "rollout/1"])
+    assert {sink.ranks[0].weights.version for sink in sinks} == {"1.1"}
+    await transfer.push(update(3), deadline=DEADLINE)
+    check(sinks[0], 1)
+    check(sinks[1], 1)
+
+
+async def test_a_manifest_is_asked_for_once_and_again_after_a_failure():
+    source, sink = inline_source(), inline_sink()
+    transfer = pair(local(), source, [sink])
+    for counter in (1, 2):
+        await transfer.push(update(counter), deadline=DEADLINE)
+    assert source.called.count("weights.manifest") == 1
+    sink.ranks[0].weights.break_once()
+    with pytest.raises(TransferError):
+        await transfer.push(update(3), deadline=DEADLINE)
+    await transfer.push(update(4), deadline=DEADLINE)
+    assert source.called.count("weights.manifest") == 2
+
+
 async def test_synchronous_local_shares_and_guards():
     source, sink = inline_source(), inline_sink()
     transfer = pair(local(synchronous=True), source, [sink])

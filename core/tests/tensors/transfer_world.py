@@ -2,6 +2,7 @@
 
 import asyncio
 import multiprocessing
+import threading
 import traceback
 
 import torch
@@ -117,8 +118,17 @@ class Rank:
             if transfer not in self.endpoints:
                 self.endpoints[transfer] = ENDPOINTS[transfer, side](self.weights, self.place)
             return getattr(self.endpoints[transfer], op)(**payload)
+        if method == "series":
+            return [(0.25, self.step(*command)) for command in args]
         found = getattr(self.weights, method.removeprefix("weights."))
         return found(*args) if callable(found) else found
+
+    def step(self, method, args):
+        try:
+            return self.call(method, args)
+        except PowertrainError as exc:
+            exc.during = method
+            raise
 
 
 def serve(pipe, kind, rank, world):
@@ -146,12 +156,14 @@ class Process:
         self.process = context.Process(target=serve, args=(child, kind, rank, world), daemon=True)
         self.process.start()
         child.close()
+        self.lock = threading.Lock()
 
     def call(self, method, args):
-        self.pipe.send((method, args))
-        if not self.pipe.poll(60):
-            raise TimeoutError(method)
-        good, answer = self.pipe.recv()
+        with self.lock:
+            self.pipe.send((method, args))
+            if not self.pipe.poll(60):
+                raise TimeoutError(method)
+            good, answer = self.pipe.recv()
         if not good:
             raise WorkerError(answer)
         return answer
@@ -166,7 +178,7 @@ class Handle:
 
     def __init__(self, name, ranks):
         self.name, self.ranks = name, ranks
-        self.version = None
+        self.version, self.called = None, []
 
     async def call(self, method, *args, deadline):
         answers = await asyncio.gather(
@@ -175,6 +187,7 @@ class Handle:
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
+        self.called.append(method)
         return answers
 
 

@@ -8,6 +8,9 @@ from typing import Any, Protocol
 
 from powertrain.weights import Manifest, TransferPlan, TransferReport, Update
 
+Command = tuple[str, Sequence[Any]]
+"""A method of a rank's host, and its arguments."""
+
 
 class EngineHandle(Protocol):
     """The driver's side of one engine, all its ranks: inline or in workers alike."""
@@ -18,7 +21,11 @@ class EngineHandle(Protocol):
     """The weight version that it was last resumed with; meaningful for inference engines."""
 
     async def call(self, method: str, *args: Any, deadline: float) -> list[Any]:
-        """Call a method of every rank's host and return the answers in rank order; one failing rank fails the call."""
+        """Call a method of every rank's host and return the answers in rank order; one failing rank fails the call.
+
+        "series" takes commands, runs them one after another and answers [seconds, answer] for each; an error's
+        `during` is the method it came from, and what stands behind that is not run.
+        """
         ...
 
 
@@ -48,12 +55,22 @@ class Transfer(ABC):
     async def plan(self, source: EngineHandle, sinks: Sequence[EngineHandle], *, deadline: float) -> TransferPlan:
         """Work out who sends what to whom from both sides' manifests; called again only when a manifest changed."""
 
-    @abstractmethod
+    async def gather(self, plan: TransferPlan, update: Update, *, deadline: float) -> Sequence[Command] | None:
+        """Make the trainer ready to be read, while the sinks pause; nothing may be written yet.
+
+        Return for each sink the one command by which its ranks load everything (answering bytes), which then goes out
+        in one message with begin and finish; or None where it takes more than one, and `move` is called.
+        """
+        return None
+
     async def move(self, plan: TransferPlan, update: Update, meter: Any, *, deadline: float) -> None:
         """Gather, wire and load one update into sinks that have begun it; `meter.phase(name)` times each phase.
 
+        Called where `gather` returned None.
+
         Returns when every byte has arrived in every sink. Raises on the first fault; the caller aborts the sinks.
         """
+        raise NotImplementedError
 
     async def unmap(self, *, deadline: float) -> None:
         """Let go of the trainer's memory on every sink; called before its storages are freed or moved."""

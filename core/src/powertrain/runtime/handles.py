@@ -27,8 +27,8 @@ class Handle(ABC):
     """One engine, all its ranks; satisfies `powertrain.interfaces.transfer.EngineHandle`.
 
     Arguments and answers of an engine's methods are copies on both sides, inline too, and are held to the same rules
-    (`powertrain.runtime.wire`). `endpoint.call` alone hands over the very objects where the engine is inline, so
-    that a transfer within one process can share tensors.
+    (`powertrain.runtime.wire`). `endpoint.call` and `series` alone hand over the very objects where the engine is
+    inline, so that a transfer within one process can share tensors.
 
     One failing rank fails the call. The engine goes on when every rank raised the same error (a refused argument);
     when ranks differ, hang or die it is failed: every later call but "close" and "health" says so at once. So it is
@@ -53,8 +53,9 @@ class Handle(ABC):
         Errors come as `powertrain.runtime.wire.rebuilt` makes them; a dead rank is a `WorkerError`.
         """
         answers = await self._collect(method, [args], deadline)
-        if method == "resume" and args and args[0] is not None:
-            self.version = str(args[0])
+        for name, given in args if method == "series" else [(method, args)]:
+            if name == "resume" and given and given[0] is not None:
+                self.version = str(given[0])
         return answers
 
     async def open(self, specs: Sequence[EngineSpec], envs: Sequence[Mapping[str, str]], *, deadline: float) -> None:
@@ -151,7 +152,7 @@ class InlineHandle(Handle):
         if self._host is None:
             message = f"engine {self.name!r} has been closed"
             raise WorkerError(message, worker=self.name, rank=0)
-        border: Callable[[Any], Any] = wire.copied if method != "endpoint.call" else lambda value: value
+        border: Callable[[Any], Any] = wire.copied if method not in {"endpoint.call", "series"} else lambda value: value
         return [self._host.submit(method, border(list(args[0])), border)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -89,7 +90,8 @@ class EngineHost:
         """Run one command; the future ends with its sealed answer, or with a `RankFault` (any error, the seal's too).
 
         Commands: "open"(spec, env); every name in the engine's `RULES` except "weights"; "health", "abort" (infer);
-        "weights.<name>" of `WEIGHTS`; "endpoint.call"(transfer, op, payload) and "endpoint.close"(transfer).
+        "weights.<name>" of `WEIGHTS`; "endpoint.call"(transfer, op, payload) and "endpoint.close"(transfer);
+        "series"(commands [method, args]), see `powertrain.interfaces.transfer.EngineHandle.call`.
         ConfigError for an unknown command, StateError before "open". Cancelling ends a coroutine of the engine.
         """
         return self._loop.submit(self._answer(method, args, seal))
@@ -106,7 +108,7 @@ class EngineHost:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            raise RankFault(told(exc)) from exc
+            raise exc if isinstance(exc, RankFault) else RankFault(told(exc)) from exc
 
     async def _dispatch(self, method: str, args: Sequence[Any]) -> Any:
         if method == "open":
@@ -116,10 +118,20 @@ class EngineHost:
                 return None
             message = f"{method!r} was called before the engine was opened"
             raise StateError(message)
+        if method == "series":
+            return [await self._step(*command) for command in args]
         if method not in self._commands:
             message = f"the engine has no command {method!r}{nearest(method, self._commands)}"
             raise ConfigError(message)
         return await self._run(self._commands[method], *args)
+
+    async def _step(self, method: str, args: Sequence[Any]) -> tuple[float, Any]:
+        begun = time.perf_counter()
+        try:
+            answer = await self._dispatch(method, args)
+        except Exception as exc:
+            raise RankFault({**told(exc), "during": method}) from exc
+        return time.perf_counter() - begun, answer
 
     async def _run(self, work: Callable[..., Any], *args: Any) -> Any:
         """Await a coroutine function here; run any other one on the engine's thread."""

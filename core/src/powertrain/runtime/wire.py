@@ -241,6 +241,7 @@ def rebuilt(fault: dict[str, Any], *, engine: str, rank: int) -> PowertrainError
     else:
         message = f"{where}: {name}: {fault['message']}"
         error = WorkerError(message, worker=engine, rank=rank, remote_type=name, remote_traceback=remote)
+    error.during = fault.get("during", "")
     error.add_note(f"from {where}:\n{remote}")
     return error
 

@@ -30,8 +30,9 @@ from powertrain.weights.transaction import together
 
 if TYPE_CHECKING:
     from powertrain.interfaces.build import RankSpec
+    from powertrain.interfaces.transfer import Command
     from powertrain.interfaces.weights import WeightSink, WeightSource
-    from powertrain.weights import TransferPlan, Update
+    from powertrain.weights import TransferPlan, TransferReport, Update
     from powertrain.weights.plan import Read
 
 
@@ -205,23 +206,36 @@ class IpcTransfer(PlannedTransfer):
         """The most bytes of a bucket, for what goes by shared memory."""
         return self._staged.bucket_bytes
 
-    async def move(self, plan: TransferPlan, update: Update, meter: Any, *, deadline: float) -> None:
-        """Fence the trainer, tell sinks of storages that have moved, and let every sink copy at once."""
+    async def gather(self, plan: TransferPlan, update: Update, *, deadline: float) -> Sequence[Command] | None:
+        """Fence the trainer and tell sinks of storages that have moved; one command a sink where nothing is far."""
         self._check_kind(plan, update)
         opened, self._opened = self._opened, None  # until all has gone well
         if opened is not None and (opened.plan is not plan or opened.sinks != [sink.name for sink in self.sinks]):
             opened = None
-        with meter.phase("gather"):
-            tag = opened.tag if opened else ""
-            answers = await self._call(self.source, "offer", tag=tag, again=opened is None, deadline=deadline)
-            if opened is None or any(answers):
-                opened = await self._open(plan, deadline)
-        if opened.rest is not None:
-            await self._staged.move(opened.rest, update, meter, deadline=deadline)
+        tag = opened.tag if opened else ""
+        answers = await self._call(self.source, "offer", tag=tag, again=opened is None, deadline=deadline)
+        if opened is None or any(answers):
+            opened = await self._open(plan, deadline)
+        self._opened = opened
+        payload = {"session": self.session, "keep_open": self._keep_open}
+        return None if opened.rest else [("endpoint.call", (self.PLUGIN, "load", payload))] * len(self.sinks)
+
+    async def move(self, plan: TransferPlan, update: Update, meter: Any, *, deadline: float) -> None:
+        """Bring what lies on other cards by shared memory, then let every sink copy the rest at once."""
+        assert self._opened is not None
+        assert self._opened.rest is not None
+        await self._staged.move(self._opened.rest, update, meter, deadline=deadline)
         with meter.phase("load"):
             loads = [self._call(sink, "load", keep_open=self._keep_open, deadline=deadline) for sink in self.sinks]
             meter.bytes += sum(sum(answer) for answer in await together(loads))
-        self._opened = opened
+
+    async def push(self, update: Update, *, deadline: float, pause_mode: str = "wait") -> TransferReport:
+        """Run one update; after one that failed the next opens everything anew."""
+        try:
+            return await super().push(update, deadline=deadline, pause_mode=pause_mode)
+        except BaseException:
+            self._opened = None
+            raise
 
     async def unmap(self, *, deadline: float) -> None:
         """Let every sink close its mappings; called before the trainer's storages are freed or moved."""

@@ -15,10 +15,10 @@ from powertrain.interfaces.transfer import Endpoint
 from powertrain.interfaces.weights import Piece
 from powertrain.tensors.planned import PlannedTransfer
 from powertrain.tensors.sink import BoxSink, block_view
-from powertrain.weights.transaction import together
 
 if TYPE_CHECKING:
     from powertrain.interfaces.build import RankSpec
+    from powertrain.interfaces.transfer import Command
     from powertrain.interfaces.weights import WeightSink, WeightSource
     from powertrain.weights import TransferPlan, Update
     from powertrain.weights.plan import Read
@@ -105,20 +105,15 @@ class LocalTransfer(PlannedTransfer):
             raise ConfigError(message)
         self._share = share if synchronous else "no"
 
-    async def move(self, plan: TransferPlan, update: Update, meter: Any, *, deadline: float) -> None:
-        """Offer the source, then let every sink share or copy at once."""
+    async def gather(self, plan: TransferPlan, update: Update, *, deadline: float) -> Sequence[Command] | None:
+        """Offer the source; every sink shares or copies it whole, in one command."""
         self._check_kind(plan, update)
         if {block.rank for block in plan.blocks} - {0} or any(len(engine) != 1 for engine in plan.reads):
             message = "transfer 'local' moves weights between engines of one rank; use shm for more"
             raise TransferError(message, phase="gather")
+        await self._call(self.source, "offer", deadline=deadline)
         share = self._share if plan.kind == "full" else "no"
-        with meter.phase("gather"):
-            await self._call(self.source, "offer", deadline=deadline)
-        with meter.phase("load"):
-            answers = await together(
-                [
-                    self._call(sink, "take", reads=reads[0], share=share, deadline=deadline)
-                    for sink, reads in zip(self.sinks, plan.reads, strict=True)
-                ]
-            )
-        meter.bytes += sum(sum(answer) for answer in answers)
+        return [
+            ("endpoint.call", (self.PLUGIN, "take", {"session": self.session, "reads": reads[0], "share": share}))
+            for reads in plan.reads
+        ]

@@ -7,6 +7,7 @@ version or unfit, the engines that are fit are resumed, and the next update can 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +15,20 @@ from powertrain.errors import PowertrainError, TransferError
 from powertrain.weights.update import Meter, TransferReport, Update
 
 if TYPE_CHECKING:
-    from powertrain.interfaces.transfer import EngineHandle, Transfer
+    from powertrain.interfaces.transfer import Command, EngineHandle, Transfer
+    from powertrain.weights.plan import TransferPlan
+
+_PHASES = {"weights.begin": "make_room", "endpoint.call": "load", "weights.finish": "finish", "resume": "resume"}
+"""Command of a sink's series -> the phase that it is."""
 
 
-async def together(calls: Iterable[Awaitable[list[Any]]]) -> list[list[Any]]:
+async def together(calls: Iterable[Awaitable[Any]]) -> list[Any]:
     """Await all calls at once, wait for all of them, then raise the first fault: none is left running behind."""
     answers = await asyncio.gather(*calls, return_exceptions=True)
     for answer in answers:
         if isinstance(answer, BaseException):
             raise answer
-    return answers  # type: ignore[return-value]
+    return answers
 
 
 async def _each(handles: Sequence[EngineHandle], method: str, *args: Any, deadline: float) -> None:
@@ -35,35 +40,37 @@ async def run_update(transfer: Transfer, update: Update, *, deadline: float, pau
 
     Called by the driver, one update at a time for a set of sinks. deadline: seconds for each step, at the end of
     which the step fails with an error that names the rank. Raises `TransferError` naming the phase and the unfit
-    sinks; the old version stays published.
+    sinks; the old version stays published. The trainer's part runs while the sinks pause: it only reads.
     """
     meter = Meter()
     sinks = transfer.sinks
     begun = False
     try:
-        with meter.phase("pause"):
-            await _each(sinks, "pause", pause_mode, deadline=deadline)
-        with meter.phase("make_room"):
-            plan = await transfer.plan(transfer.source, sinks, deadline=deadline)
-            begun = True
-            await _each(sinks, "weights.begin", update, deadline=deadline)
-        await transfer.move(plan, update, meter, deadline=deadline)
-        with meter.phase("finish"):
-            await _each(sinks, "weights.finish", deadline=deadline)
-        with meter.phase("resume"):
-            await _each(sinks, "resume", str(update.version), deadline=deadline)
+        preparing = _prepare(transfer, update, meter, deadline)
+        _, (plan, loads) = await together([_pause(sinks, pause_mode, meter, deadline), preparing])
+        begun = True
+        if loads is None:
+            with meter.phase("make_room"):
+                await _each(sinks, "weights.begin", update, deadline=deadline)
+            await transfer.move(plan, update, meter, deadline=deadline)
+            with meter.phase("finish"):
+                await _each(sinks, "weights.finish", deadline=deadline)
+        if loads is None or not await _load_at_once(sinks, plan, loads, update, meter, deadline):
+            with meter.phase("resume"):
+                await _each(sinks, "resume", str(update.version), deadline=deadline)
     except BaseException as exc:
         unfit = await asyncio.shield(_roll_back(sinks, begun=begun, deadline=deadline))
         if not isinstance(exc, PowertrainError | OSError | RuntimeError | ValueError):
             raise
+        phase = _PHASES.get(getattr(exc, "during", ""), meter.failed or meter.current)
         ahead = [sink.name for sink in sinks if sink.version == str(update.version)]
         message = (
-            f"update to weight version {update.version} over {transfer.name!r} failed in phase {meter.current!r}: {exc}"
+            f"update to weight version {update.version} over {transfer.name!r} failed in phase {phase!r}: {exc}"
             + (f"; answering with it already: {', '.join(ahead)}" if ahead else "")
             + (f"; unfit until the next update: {', '.join(unfit)}" if unfit else "")
             + ("" if ahead or unfit else "; every engine kept its old version")
         )
-        raise TransferError(message, phase=meter.current, unfit=tuple(unfit)) from exc
+        raise TransferError(message, phase=phase, unfit=tuple(unfit)) from exc
     return TransferReport(
         transfer=transfer.name,
         version=update.version,
@@ -72,6 +79,48 @@ async def run_update(transfer: Transfer, update: Update, *, deadline: float, pau
         sinks=len(sinks),
         total_seconds=meter.total(),
     )
+
+
+async def _pause(sinks: Sequence[EngineHandle], mode: str, meter: Meter, deadline: float) -> None:
+    with meter.phase("pause"):
+        await _each(sinks, "pause", mode, deadline=deadline)
+
+
+async def _prepare(
+    transfer: Transfer, update: Update, meter: Meter, deadline: float
+) -> tuple[TransferPlan, Sequence[Command] | None]:
+    with meter.phase("make_room"):
+        plan = await transfer.plan(transfer.source, transfer.sinks, deadline=deadline)
+    with meter.phase("gather"):
+        return plan, await transfer.gather(plan, update, deadline=deadline)
+
+
+async def _load_at_once(
+    sinks: Sequence[EngineHandle],
+    plan: TransferPlan,
+    loads: Sequence[Command],
+    update: Update,
+    meter: Meter,
+    deadline: float,
+) -> bool:
+    """Begin, load and finish by one message to each sink; returns whether it published the version as well.
+
+    It does where the set is one rank: once that has finished, all have. What the message takes on its way is `wire`.
+    """
+    alone = len(sinks) == 1 == len(plan.reads[0])
+    last = [("resume", [str(update.version)])] if alone else []
+    series = [[("weights.begin", [update]), load, ("weights.finish", []), *last] for load in loads]
+    begun, meter.current = time.perf_counter(), "load"
+    answers = await together(
+        sink.call("series", *commands, deadline=deadline) for sink, commands in zip(sinks, series, strict=True)
+    )
+    ranks = [rank for engine in answers for rank in engine]
+    spent = [max(rank[at][0] for rank in ranks) for at in range(len(series[0]))]
+    for (method, _), seconds in zip(series[0], spent, strict=True):
+        meter.seconds[_PHASES[method]] += seconds
+    meter.seconds["wire"] += time.perf_counter() - begun - sum(spent)
+    meter.bytes += sum(rank[1][1] for rank in ranks)
+    return alone
 
 
 async def _roll_back(sinks: Sequence[EngineHandle], *, begun: bool, deadline: float) -> list[str]:

@@ -53,22 +53,29 @@ class TransferReport:
 
 
 class Meter:
-    """Measures phases on the driver's clock; a phase entered twice adds up."""
+    """Measures phases on the driver's clock; a phase entered twice adds up, and phases may overlap.
+
+    current: the last one entered. failed: the first one that an exception left.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self.bytes = 0
         self.current = ""
+        self.failed = ""
         self._begun = time.perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time one phase; `current` names it while it runs, for error messages."""
+        """Time one phase; `current` and `failed` name it for error messages."""
         assert name in self.seconds, name
         self.current = name
         begun = time.perf_counter()
         try:
             yield
+        except BaseException:
+            self.failed = self.failed or name
+            raise
         finally:
             self.seconds[name] += time.perf_counter() - begun
 
