@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from powertrain.errors import ConfigError
@@ -183,10 +184,9 @@ class TrainBatch:
         if len(prompts) != len(completions):
             message = f"{len(prompts)} prompts and {len(completions)} completions; there must be as many of both"
             raise ConfigError(message)
-        lengths = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
-        starts = np.cumsum([0, *lengths], dtype=np.int64)
-        pairs = zip(prompts, completions, strict=True)
-        tokens = np.asarray([token for pair in pairs for part in pair for token in part], dtype=np.int64)
+        whole = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
+        starts = np.cumsum([0, *map(len, whole)], dtype=np.int64)
+        tokens = np.asarray(list(chain.from_iterable(whole)), dtype=np.int64)
         fields = {"weights": [[1.0] * len(c) for c in completions], **(token_fields or {})}
         spread = {}
         for name, rows in fields.items():

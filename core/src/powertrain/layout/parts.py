@@ -150,15 +150,18 @@ class Part:
         return Place(self.first_card + rank, instance, inner, dict(reversed(coordinates.items())))
 
     def _rank_axes(self) -> list[AxisSpec]:
-        axes = [axis for axis in self.spec.axis_table().values() if in_attn(axis)]
-        return sorted(axes, key=lambda axis: not axis.instances)
+        return sorted(filter(in_attn, self.spec.axis_table().values()), key=lambda axis: not axis.instances)
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the part as a plain mapping; keys that say nothing are left out, options are sorted by name."""
-        found: dict[str, Any] = {"backend": self.backend, "name": self.name, "axes": _shown(self.axes)}
-        found["expert_axes"] = _shown(self.expert_axes or {})
-        found["options"] = dict(sorted(self.options.items()))
-        found["via"] = self.via
+        found = {
+            "backend": self.backend,
+            "name": self.name,
+            "axes": _shown(self.axes),
+            "expert_axes": _shown(self.expert_axes or {}),
+            "options": dict(sorted(self.options.items())),
+            "via": self.via,
+        }
         return {key: value for key, value in found.items() if value not in ("", None, {})}
 
     def __str__(self) -> str:

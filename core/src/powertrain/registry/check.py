@@ -69,9 +69,8 @@ def child(job: dict[str, Any]) -> None:
     """Check one plugin in this process and print the result; what the plugin itself prints goes to stderr."""
     answer = os.dup(1)
     os.dup2(2, 1)
-    result = examine(PluginInfo(**job["info"]))
     with os.fdopen(answer, "w") as stream:
-        json.dump(result, stream)
+        json.dump(examine(PluginInfo(**job["info"])), stream)
         stream.flush()
         # Engines leave threads and helpers behind; none may keep the process from ending.
         os._exit(0)
@@ -99,7 +98,6 @@ def examine(info: PluginInfo) -> dict[str, Any]:
 def _told(spec: Spec | None, status: str, detail: str = "", failure: str = "") -> dict[str, Any]:
     """Return a result in JSON's types; what the spec's kind does not have is empty, and all of it without a spec."""
     axes = spec.axis_table().values() if isinstance(spec, BackendSpec) else ()
-    capabilities = sorted(getattr(spec, "capabilities", {}).items())
     return {
         "status": status,
         "detail": detail,
@@ -108,7 +106,7 @@ def _told(spec: Spec | None, status: str, detail: str = "", failure: str = "") -
         "summary": getattr(spec, "summary", ""),
         "axes": [asdict(axis) for axis in axes],
         "options": [asdict(option) for option in getattr(spec, "options", ())],
-        "capabilities": {name: level.value for name, level in capabilities},
+        "capabilities": {name: level.value for name, level in sorted(getattr(spec, "capabilities", {}).items())},
         "missing": list(missing(getattr(spec, "requires", ()))),
         "install": getattr(spec, "install", ""),
         "api": list(getattr(spec, "api", ())),

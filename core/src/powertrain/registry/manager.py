@@ -97,9 +97,8 @@ class Registry:
 
     def names(self, kind: str) -> tuple[str, ...]:
         """Return the sorted names that `get` may be asked for, duplicates and earlier failures included."""
-        group = _group(kind)
-        usable = (info.name for info in self._found() if info.group == group and info.status in {"found", "duplicate"})
-        return tuple(sorted(set(usable)))
+        group, there = _group(kind), ("found", "duplicate")
+        return tuple(sorted({info.name for info in self._found() if info.group == group and info.status in there}))
 
     def specs(self, kind: str) -> dict[str, Spec]:
         """Return the specs of all plugins of a kind by name, importing each plugin's hooks module.

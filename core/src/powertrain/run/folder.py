@@ -140,8 +140,7 @@ class RunFolder:
 
         A block that raises leaves no trace. Of the complete checkpoints the newest `keep_last` stay.
         """
-        final = self.checkpoints / f"step-{step:06d}"
-        with self.publishing(final) as part:
+        with self.publishing(self.checkpoints / f"step-{step:06d}") as part:
             yield part
         with explained(f"removing old checkpoints of {self.path}"):
             for _, old in self.complete()[:-keep_last]:
