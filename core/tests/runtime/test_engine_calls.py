@@ -201,6 +201,20 @@ async def test_abort_reaches_the_engine(infer):
     assert await fact(infer, "aborted") == ["a", "b"]
 
 
+async def test_a_series_runs_in_order_and_names_what_failed(infer):
+    handle = infer.handles[0]
+    answers = await handle.call("series", ("weights.state", []), ("resume", []), ("health", []), deadline=20)
+    assert [answer[0] >= 0 for answer in answers[0]] == [True] * 3
+    assert (answers[0][0][1], answers[0][2][1]["w"]) == ("steady", await fact(infer, "w"))
+    bad = ("endpoint.call", ["toycopy", "nonsense", {}])
+    with pytest.raises(ConfigError, match="no operation 'nonsense'") as info:
+        await handle.call("series", ("weights.state", []), bad, ("resume", ["9.9"]), deadline=20)
+    assert info.value.during == "endpoint.call"
+    assert infer.version != "9.9"
+    with pytest.raises(ConfigError, match=r"no command 'weights.bgin'.*did you mean 'weights.begin'"):
+        await handle.call("series", ("weights.bgin", []), deadline=20)
+
+
 async def test_a_push_moves_the_weights_and_publishes_the_version(make_driver, where, batch, order, ask):
     async with make_driver("toytrain:d1|toyinfer:d1", inline=where) as driver:
         train, pool = driver.train["toytrain"], driver.infer["toyinfer"]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import itertools
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -71,6 +73,15 @@ class LoopThread:
         self.loop.close()
 
 
+@contextlib.contextmanager
+def _during(method: str) -> Iterator[None]:
+    """Say in an error which command of a series it came from."""
+    try:
+        yield
+    except Exception as exc:
+        raise RankFault({**told(exc), "during": method}) from exc
+
+
 class EngineHost:
     """One rank's engine.
 
@@ -119,18 +130,34 @@ class EngineHost:
             message = f"{method!r} was called before the engine was opened"
             raise StateError(message)
         if method == "series":
-            return [await self._step(*command) for command in args]
+            return await self._series(args)
+        return await self._run(self._command(method), *args)
+
+    def _command(self, method: str) -> Callable[..., Any]:
         if method not in self._commands:
             message = f"the engine has no command {method!r}{nearest(method, self._commands)}"
             raise ConfigError(message)
-        return await self._run(self._commands[method], *args)
+        return self._commands[method]
 
-    async def _step(self, method: str, args: Sequence[Any]) -> tuple[float, Any]:
+    async def _series(self, commands: Sequence[Any]) -> list[tuple[float, Any]]:
+        """Run commands in order; those side by side that block share one visit to the engine's thread."""
+        answers: list[tuple[float, Any]] = []
+        waits = {method: inspect.iscoroutinefunction(self._command(method)) for method, _ in commands}
+        for coroutines, group in itertools.groupby(commands, lambda command: waits[command[0]]):
+            if not coroutines:
+                answers += await self._run(lambda some=tuple(group): [self._timed(*command) for command in some])
+                continue
+            for method, args in group:
+                begun = time.perf_counter()
+                with _during(method):
+                    answer = await self._command(method)(*args)
+                answers.append((time.perf_counter() - begun, answer))
+        return answers
+
+    def _timed(self, method: str, args: Sequence[Any]) -> tuple[float, Any]:
         begun = time.perf_counter()
-        try:
-            answer = await self._dispatch(method, args)
-        except Exception as exc:
-            raise RankFault({**told(exc), "during": method}) from exc
+        with _during(method):
+            answer = self._command(method)(*args)
         return time.perf_counter() - begun, answer
 
     async def _run(self, work: Callable[..., Any], *args: Any) -> Any:
