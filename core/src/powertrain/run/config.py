@@ -7,6 +7,7 @@ Everything is resolved before anything starts: no engine is imported, and all fa
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,8 @@ class RunConfig:
         """Return the file or folder that a relative path in the recipe file means: from `base`, else from here."""
         given = Path(text).expanduser()
         inside = Path(self.values["base"]) / given
-        return inside if inside.exists() or not given.exists() else given.absolute()
+        # Not Path.exists, which raises for a name that is too long.
+        return inside if os.path.exists(inside) or not os.path.exists(given) else given.absolute()  # noqa: PTH110
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the whole configuration as plain data, in the form of a recipe file."""
@@ -123,7 +125,7 @@ def resolve_config(data: Mapping[str, Any], *, registry: Registry | None = None)
         "engines": data["engines"] if isinstance(data["engines"], str) else layout.to_mapping(),
         "base": str(base),
         "name": values["name"] or recipe.name,
-        "model": str(model) if model.is_dir() else values["model"],
+        "model": str(model) if os.path.isdir(model) else values["model"],  # noqa: PTH112 - as in `path`
     }
     options = sections.pop(recipe.name, {})
     merged = _merged(layout, sections, registry)
@@ -152,6 +154,9 @@ def _core_values(data: Mapping[str, Any], problems: list[str]) -> dict[str, Any]
             values[key] = collect(specs, values[key], where=repr(key), problems=problems)
     optim = values["optim"]
     optim["schedule"] = collect(SCHEDULE_OPTIONS, optim["schedule"], where="'optim.schedule'", problems=problems)
+    problems += [f"'optim.{key}' is 1; it must be below 1" for key in ("beta1", "beta2") if optim[key] == 1]
+    if values["lora"] and not values["lora"]["targets"]:
+        problems.append("'lora.targets' is empty; name at least one module, or leave it out for the usual ones")
     problems += [
         f"'env.{key}' is {value!r}; variables are text, quote it"
         for key, value in values["env"].items()

@@ -8,7 +8,6 @@ import dataclasses
 import os
 import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Self
 
 from powertrain.devices import resolve_device
@@ -50,7 +49,7 @@ def open_engine(
         message = f"{engine!r} has {len(layout.parts)} parts; open_engine takes one, a Driver takes them all"
         raise ConfigError(message)
     part = layout.parts[0]
-    if model and not Path(model).is_dir():
+    if model and not os.path.isdir(model):  # noqa: PTH112 - Path's raises for a name that is too long
         from powertrain.tensors.models import materialize
 
         model = str(materialize(model))

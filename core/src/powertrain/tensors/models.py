@@ -39,7 +39,7 @@ def materialize(model: str, cache: str | os.PathLike[str] | None = None) -> str:
     if model.startswith(PACKAGE):
         return str(_from_package(model, Path(cache) if cache is not None else cache_folder()))
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    if os.path.isdir(folder):  # noqa: PTH112 - Path's raises for a name that is too long
         if not (folder / "config.json").is_file():
             message = f"model folder {model!r} has no config.json; it must be in Hugging Face format"
             raise ConfigError(message)
