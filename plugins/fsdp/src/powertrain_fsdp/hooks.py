@@ -48,7 +48,7 @@ OPTIONS = (
     OptionSpec(
         name="model_inputs",
         type="list",
-        default=(),
+        default=[],
         help="Names of a batch's optional model inputs that may reach the model's forward.",
     ),
 )
