@@ -40,7 +40,7 @@ test: lint ## Lint, type-check and run every test, real engines included; with A
 	$(VENV)/bin/python -m pytest $(if $(ARGS),$(ARGS),--whole --started $(STARTED))
 
 docs: reference ## Write the reference pages anew and build the site, strictly, into site/
-	$(VENV)/bin/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
 
 reference: $(STAMP) ## Write the generated pages of docs/reference anew
 	$(VENV)/bin/python scripts/reference.py
