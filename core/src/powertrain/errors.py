@@ -37,7 +37,6 @@ class Violations(ConfigError):
 
     def __init__(self, problems: Sequence[str], *, heading: str = "") -> None:
         self.problems = tuple(problems)
-        self.heading = heading
         super().__init__("\n".join(filter(None, (heading, *self.problems))))
 
 

@@ -17,16 +17,6 @@ if TYPE_CHECKING:
 hookspec = pluggy.HookspecMarker("powertrain")
 hookimpl = pluggy.HookimplMarker("powertrain")
 
-HOOK_OF_GROUP = {
-    "powertrain.backends": "powertrain_backend",
-    "powertrain.transfers": "powertrain_transfer",
-    "powertrain.launchers": "powertrain_launcher",
-    "powertrain.recipes": "powertrain_recipe",
-    "powertrain.services": "powertrain_service",
-    "powertrain.devices": "powertrain_device",
-}
-"""Entry point group -> the hook that answers for it."""
-
 
 @hookspec
 def powertrain_backend() -> BackendSpec | list[BackendSpec] | None:

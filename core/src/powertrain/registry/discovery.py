@@ -81,20 +81,8 @@ def scan(*, refresh: bool = False) -> tuple[PluginInfo, ...]:
     gives one `PluginWarning`, and the scan is repeated next time.
     """
     key = tuple(sys.path)
-    if refresh:
-        _scans.pop(key, None)
-    if key not in _scans:
-        found, unreadable = _scan()
-        for line in sorted(unreadable):
-            warnings.warn(f"a dist's metadata cannot be read: {line}", PluginWarning, stacklevel=3)
-        if unreadable:
-            return found
-        _scans[key] = found
-    return _scans[key]
-
-
-def _scan() -> tuple[tuple[PluginInfo, ...], set[str]]:
-    """Return all plugins, and one line for each dist that cannot be read."""
+    if key in _scans and not refresh:
+        return _scans[key]
     projects: dict[str, list[_Copy]] = {}
     unreadable: set[str] = set()
     for dist in metadata.distributions():
@@ -106,7 +94,12 @@ def _scan() -> tuple[tuple[PluginInfo, ...], set[str]]:
         if plugins:
             projects.setdefault(normalise(plugins[0].dist), []).append((dist, plugins))
     found = [info for copies in projects.values() for info in _effective(copies)]
-    return tuple(sorted(found, key=lambda info: (info.group, info.name, info.dist, info.status))), unreadable
+    result = tuple(sorted(found, key=lambda info: (info.group, info.name, info.dist, info.status)))
+    _scans[key] = result
+    for line in sorted(unreadable):
+        _scans.pop(key, None)  # it may be readable next time
+        warnings.warn(f"a dist's metadata cannot be read: {line}", PluginWarning, stacklevel=3)
+    return result
 
 
 def _location(dist: metadata.Distribution) -> str:
