@@ -81,12 +81,11 @@ def _set(data: dict[str, Any], keys: Sequence[str], value: Any) -> list[str]:
     """Set a nested key in place, making the mappings on its way; returns faults."""
     table = data
     for depth, key in enumerate(keys[:-1], start=1):
-        below = table.get(key)
-        if below is None:
-            below = table[key] = {}
-        if not isinstance(below, dict):
-            return [f"{'.'.join(keys)!r}: {'.'.join(keys[:depth])!r} is {below!r} and holds no keys"]
-        table = below
+        if table.get(key) is None:
+            table[key] = {}
+        table = table[key]
+        if not isinstance(table, dict):
+            return [f"{'.'.join(keys)!r}: {'.'.join(keys[:depth])!r} is {table!r} and holds no keys"]
     table[keys[-1]] = value
     return []
 

@@ -13,7 +13,6 @@ import time
 from collections.abc import Awaitable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from powertrain.errors import ConfigError, DeadlineError, PowertrainError, StateError
@@ -163,9 +162,7 @@ class Driver:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
     async def _start(self, end: float) -> None:

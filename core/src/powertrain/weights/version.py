@@ -44,21 +44,18 @@ class VersionCounter:
 
     def __init__(self, file: str | os.PathLike[str]) -> None:
         self._file = Path(file)
-        last = self._read()
+        text = self._file.read_text().strip() if self._file.exists() else "0.0"
+        try:
+            last = WeightVersion.parse(text)
+        except ConfigError as exc:
+            message = f"{self._file} holds {text!r} in place of a weight version; restore or delete the run folder"
+            raise CheckpointError(message) from exc
         self._last = self._reserved(WeightVersion(last.incarnation + 1, last.counter))
 
     def next(self) -> WeightVersion:
         """Reserve and return a version that was never handed out before."""
         self._last = self._reserved(WeightVersion(self._last.incarnation, self._last.counter + 1))
         return self._last
-
-    def _read(self) -> WeightVersion:
-        text = self._file.read_text().strip() if self._file.exists() else "0.0"
-        try:
-            return WeightVersion.parse(text)
-        except ConfigError as exc:
-            message = f"{self._file} holds {text!r} in place of a weight version; restore or delete the run folder"
-            raise CheckpointError(message) from exc
 
     def _reserved(self, version: WeightVersion) -> WeightVersion:
         part = self._file.with_name(self._file.name + ".part")
