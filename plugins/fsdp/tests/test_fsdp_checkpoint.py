@@ -139,6 +139,11 @@ def _flip(folder):
     shard.write_bytes(content)
 
 
+def _flip_state(folder):
+    state = folder / "state.json"
+    state.write_text(state.read_text().replace('"step": 1', '"step": 3'))
+
+
 DAMAGE = {
     "no folder": (shutil.rmtree, "state.json is missing"),
     "no state": (lambda f: (f / "state.json").unlink(), "state.json is missing"),
@@ -146,8 +151,9 @@ DAMAGE = {
     "state lacks keys": (lambda f: (f / "state.json").write_text('{"files": {}}'), "damaged"),
     "later format": (
         lambda f: (f / "state.json").write_text(json.dumps(json.loads((f / "state.json").read_text()) | {"format": 9})),
-        "format 9; this release reads 1",
+        "format 9; this release reads 2",
     ),
+    "one bit of the state": (_flip_state, r"state\.json is damaged: it has CRC-32"),
     "no metadata": (lambda f: (f / "shards" / ".metadata").unlink(), r"\.metadata has None"),
     "truncated": (_truncate, "distcp has"),
     "one bit": (_flip, "CRC-32"),

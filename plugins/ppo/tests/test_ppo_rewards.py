@@ -76,7 +76,7 @@ async def raising_later(record, text, tokens):
 
 @pytest.mark.parametrize("function", [raising, raising_later])
 async def test_raising_reward_is_chained_and_named(function):
-    with pytest.raises(RewardError, match=r"'mine:reward' raised KeyError.*question") as caught:
+    with pytest.raises(RewardError, match=r"'mine:reward' raised KeyError.*py:\d+ in raising.*question") as caught:
         await reward(function)(CALLS)
     assert isinstance(caught.value.__cause__, KeyError)
 
@@ -91,7 +91,7 @@ async def test_own_timeout_of_a_reward_is_told_as_such():
 
 async def test_hanging_plain_reward_ends_in_an_error():
     release = threading.Event()
-    with pytest.raises(RewardError, match=r"no answer within 0\.05 s.*question 0"):
+    with pytest.raises(RewardError, match=r"no answer within 0\.05 s \(reward_deadline\).*question 0"):
         await reward(lambda *_: release.wait(), deadline=0.05)(CALLS)
     release.set()
 

@@ -9,7 +9,7 @@ from powertrain_ppo.evaluate import evaluate
 from powertrain_ppo.hooks import OPTIONS
 from powertrain_ppo.rewards import Reward
 from powertrain_ppo.rollouts import Ages, judged, training_batch
-from powertrain_ppo.state import load_state, save_state
+from powertrain_ppo.state import check_state, read_state, save_state
 
 
 def completion(tokens, segments=None, finish="stop"):
@@ -146,18 +146,45 @@ async def test_check_decides_accuracy_where_given():
 
 def test_state_comes_back(tmp_path):
     options = {spec.name: spec.default for spec in OPTIONS}
+    save_state(tmp_path, step=7, options={**options, "data_options": {10: 1, 9: 2}}, seed=3)
+    state = read_state(tmp_path, step=7)
+    assert (state["step"], state["seed"]) == (7, 3)
+    assert state["options"]["data_options"] == {"10": 1, "9": 2}
+
+
+def test_state_is_that_of_the_data_alone(tmp_path):
+    options = {spec.name: spec.default for spec in OPTIONS}
     save_state(tmp_path, step=7, options=options, seed=3)
-    assert load_state(tmp_path, options={**options, "steps": 999}, seed=3) == 7
+    check_state(tmp_path, read_state(tmp_path, step=7), options={**options, "steps": 999}, seed=3)
 
 
 def test_state_of_other_data_is_refused(tmp_path):
     options = {spec.name: spec.default for spec in OPTIONS}
     save_state(tmp_path, step=7, options=options, seed=3)
     with pytest.raises(CheckpointError, match=r"group_size was 8 and is 4.*seed was 3 and is 4"):
-        load_state(tmp_path, options={**options, "group_size": 4}, seed=4)
+        check_state(tmp_path, read_state(tmp_path, step=7), options={**options, "group_size": 4}, seed=4)
 
 
-def test_damaged_state_is_told(tmp_path):
-    (tmp_path / "recipe.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"no usable recipe\.json"):
-        load_state(tmp_path, options={}, seed=0)
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda text: "{}", "cannot be read"),
+        (lambda text: "[]", "cannot be read"),
+        (lambda text: text[: len(text) // 2], "cannot be read"),
+        (lambda text: "", "cannot be read"),
+        (lambda text: text.replace('"step": 7', '"step": 5'), "has CRC-32"),
+    ],
+    ids=["keys", "list", "half", "empty", "one bit"],
+)
+def test_damaged_state_is_told(tmp_path, harm, said):
+    save_state(tmp_path, step=7, options={spec.name: spec.default for spec in OPTIONS}, seed=3)
+    file = tmp_path / "recipe.json"
+    file.write_text(harm(file.read_text()))
+    with pytest.raises(CheckpointError, match=rf"damaged: recipe\.json {said}"):
+        read_state(tmp_path, step=7)
+
+
+def test_renamed_checkpoint_is_told(tmp_path):
+    save_state(tmp_path, step=7, options={spec.name: spec.default for spec in OPTIONS}, seed=3)
+    with pytest.raises(CheckpointError, match="is that of step 7"):
+        read_state(tmp_path, step=8)

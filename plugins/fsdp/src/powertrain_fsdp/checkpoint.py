@@ -1,7 +1,8 @@
 """The engine's native checkpoint: DCP shards, a checked list of files, and each rank's random states.
 
-`state.json` names everything that must be there with size and CRC-32, so that a damaged or incomplete folder is refused
-before a single weight is touched. With LoRA only the adapter is stored; the base model is read from its folder again.
+`state.json` names everything that must be there with size and CRC-32, and has a CRC-32 itself, so that a damaged or
+incomplete folder is refused before a single weight is touched. With LoRA only the adapter is stored; the base model is
+read from its folder again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from powertrain_fsdp.model import Built
 
 STATE: Final = "state.json"
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 _MOMENTS: Final = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -62,7 +63,7 @@ def save(
                 "shapes": _shapes(built),
                 "files": {str(p.relative_to(folder)): _mark(p) for p in sorted(folder.rglob("*")) if p.is_file()},
             }
-            (folder / STATE).write_text(json.dumps(state, indent=1))
+            (folder / STATE).write_text(json.dumps({**state, "crc": _crc(state)}, indent=1))
         except OSError as exc:
             error = exc
     group.agree(error, CheckpointError)
@@ -104,6 +105,7 @@ def _checked(folder: Path, built: Built, spec: EngineSpec, *, verify: bool) -> d
         state: dict[str, Any] = json.loads(path.read_text())
         files, shapes = dict(state["files"]), dict(state["shapes"])
         kind = (state["format"], state["adapter"], state["optim"], state["step"], state["world"])
+        found, meant = _crc(state), state["crc"] if kind[0] == _FORMAT else None
     except FileNotFoundError as exc:
         message = f"{folder} is no complete checkpoint: {STATE} is missing"
         raise CheckpointError(message) from exc
@@ -112,6 +114,9 @@ def _checked(folder: Path, built: Built, spec: EngineSpec, *, verify: bool) -> d
         raise CheckpointError(message) from exc
     if kind[0] != _FORMAT:
         message = f"{path} has format {kind[0]}; this release reads {_FORMAT}"
+        raise CheckpointError(message)
+    if found != meant:
+        message = f"{path} is damaged: it has CRC-32 {found}, must have {meant}"
         raise CheckpointError(message)
     if bool(kind[1]) != built.lora:
         words = {True: "a LoRA adapter", False: "full weights"}
@@ -151,6 +156,11 @@ def _single_process_is_meant() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
+
+
+def _crc(state: dict[str, Any]) -> int:
+    """Return the CRC-32 of a state, without the CRC itself in it."""
+    return zlib.crc32(json.dumps({k: v for k, v in state.items() if k != "crc"}, sort_keys=True).encode())
 
 
 def _mark(path: Path) -> list[int]:

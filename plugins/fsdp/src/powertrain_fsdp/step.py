@@ -179,7 +179,8 @@ def settle(report: Report, group: Group, loss: LossSpec, step: int) -> Report:
     if not (np.isfinite(merged.loss) and np.isfinite(norm)):
         message = (
             f"step {step}: the loss is {merged.loss} and the gradient norm {norm}; both must be finite. "
-            "The step was not taken and the weights are as they were"
+            "The step was not taken and the weights are as they were; a lower optim.lr, or a look at what the loss is "
+            "given, is the way out"
         )
         raise NumericsError(message)
     return merged

@@ -40,6 +40,14 @@ def verify_export(folder: Path) -> int:
     return len(found)
 
 
+def name_base(folder: Path, model: str) -> None:
+    """Let an exported adapter name its base model as the configuration does, not the folder it was loaded from."""
+    file = folder / "adapter_config.json"
+    if file.is_file():
+        config = json.loads(file.read_text(encoding="utf-8")) | {"base_model_name_or_path": model}
+        file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
 def _names(file: Path) -> list[str]:
     from safetensors import SafetensorError, safe_open
 

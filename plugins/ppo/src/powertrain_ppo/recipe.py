@@ -7,9 +7,10 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from powertrain.errors import ConfigError, PowertrainError
+from powertrain.errors import CheckpointError, ConfigError, PowertrainError
 from powertrain.interfaces.data import LossSpec, SamplingParams
 from powertrain.interfaces.recipe import Recipe
 from powertrain_ppo.data import Data, load_data
@@ -19,7 +20,7 @@ from powertrain_ppo.prompts import Prompts
 from powertrain_ppo.references import load_function
 from powertrain_ppo.rewards import Reward
 from powertrain_ppo.rollouts import Ages, Rollout, judged, requests, training_batch
-from powertrain_ppo.state import load_state, save_state
+from powertrain_ppo.state import check_state, read_state, save_state
 
 if TYPE_CHECKING:
     from powertrain.interfaces.data import StepResult, TrainBatch
@@ -135,11 +136,26 @@ class Loop:
             folder.log(0, {**row, "weight_version": self.version})
             self.progress.step(0, {**row, "weight_version": self.version})
             return
-        self.progress.say(f"going on from {found[1]}")
-        self.trained = load_state(found[1], options=self.options, seed=self.seed)
-        await self.train.load(str(found[1] / "trainer"))
+        self.trained, checkpoint = found
+        self.progress.say(f"going on from {checkpoint}")
+        with self._or_an_earlier_one(checkpoint):
+            state = read_state(checkpoint, step=self.trained)
+        check_state(checkpoint, state, options=self.options, seed=self.seed)
+        with self._or_an_earlier_one(checkpoint):
+            await self.train.load(str(checkpoint / "trainer"))
         folder.rewind(self.trained)
         await self._push()
+
+    @contextmanager
+    def _or_an_earlier_one(self, checkpoint: Path) -> Iterator[None]:
+        """Let the error of a checkpoint that cannot be used say what a resume can go on from without it."""
+        try:
+            yield
+        except CheckpointError as exc:
+            earlier = [path.name for _, path in self.context.folder.complete() if path.name < checkpoint.name]
+            then = f"goes on from {earlier[-1]}" if earlier else "begins anew, since no earlier checkpoint is there"
+            message = f"{exc}\nbring it back, or move {checkpoint} elsewhere: `powertrain resume` then {then}"
+            raise CheckpointError(message) from exc
 
     async def _rollout(self, step: int) -> Rollout:
         """Sample and judge the batch of `step` with whatever weights are published when its requests go out."""
@@ -242,12 +258,13 @@ class Loop:
     async def _finish(self) -> None:
         if not self.options["export"]:
             return
-        from powertrain_ppo.export import verify_export
+        from powertrain_ppo.export import name_base, verify_export
 
         self.progress.doing("exporting the model")
         final = self.context.folder.path / "export"
         with self.context.folder.publishing(final) as part:
             await self.train.export(str(part))
+            name_base(part, self.context.config["model"])
             self.texts.tokenizer.save_pretrained(str(part))
             count = verify_export(part)
         self.progress.say(f"exported {count} tensors to {final}")

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import math
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -92,7 +93,7 @@ class Reward:
                     value = await value
         except Exception as exc:  # a user's function may raise anything
             late = isinstance(exc, TimeoutError) and timer.expired()
-            fault = f"gave no answer within {self.deadline:g} s" if late else f"raised {type(exc).__name__}: {exc}"
+            fault = f"gave no answer within {self.deadline:g} s (reward_deadline)" if late else _raised(exc)
             message = f"reward {self.name!r} {fault} {_where(call)}"
             raise RewardError(message) from exc
         if hasattr(value, "item"):
@@ -114,6 +115,15 @@ def _settle(future: asyncio.Future[Any], value: Any, error: BaseException | None
         future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
+def _raised(exc: BaseException) -> str:
+    """Say what was raised, and at which line if that is known."""
+    cause = exc.__cause__ if isinstance(exc.__cause__, BaseException) and type(exc) is RuntimeError else exc
+    frames = traceback.extract_tb(cause.__traceback__)
+    at = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: {frames[-1].line}" if frames else ""
+    return f"raised {type(exc).__name__}: {exc}{at};"
+
+
 def _where(call: Call) -> str:
     record, text, _ = call
-    return f"for the prompt {str(record.get('prompt'))[-200:]!r} and the completion {text[:200]!r}"
+    shown = ", ".join(f"{key}={str(value)[-200:]!r}" for key, value in record.items())
+    return f"for the row {shown[:800]} and the completion {text[:200]!r}"
