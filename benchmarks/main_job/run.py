@@ -110,7 +110,7 @@ def table(document):
     ]
     for part in ("timing", "learning"):
         found = document[part]
-        lines += ["", f"| {part}, {found['steps_measured']} steps of each | powertrain | TRL | ratio (least to most) |"]
+        lines += ["", f"| {part}, {found['steps_measured']} steps of each | powertrain | TRL | TRL / powertrain (least to most) |"]
         lines += ["|---|---|---|---|"]
         for key, label in zip(TIMES, ("seconds of a step", "CPU seconds", "generation, s", "training, s"), strict=True):
             ours, theirs = (found[side][f"{key}_median"] for side in ("ours", "trl"))
@@ -188,10 +188,10 @@ def main():
     parser.add_argument("--trl-python", type=Path, default=ROOT / ".venvs/trl/bin/python")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--repeats", type=int, default=2, help="pairs of processes of the part `timing`")
-    parser.add_argument("--timed-steps", type=int, default=3, help="measured steps of each of these pairs")
+    parser.add_argument("--timed-steps", type=int, default=2, help="measured steps of each of these pairs")
     parser.add_argument("--warmups", type=int, default=1, help="first steps of a pair that are not measured")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1])
-    parser.add_argument("--steps", type=int, default=10, help="steps of each seed in the part `learning`")
+    parser.add_argument("--steps", type=int, default=8, help="steps of each seed in the part `learning`")
     parser.add_argument("--output", type=Path, default=RESULT)
     args = parser.parse_args()
     settings = {**json.loads(SWEEP.read_text())["best"]["settings"], "threads": args.threads}

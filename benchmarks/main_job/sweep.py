@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import json
 import os
+import subprocess
 import tempfile
 from pathlib import Path
 from statistics import median
@@ -57,16 +58,18 @@ def measure(settings, args, folder):
     }
 
 
-def search(args, folder):
-    """Return all rows and the best of them."""
+def search(args, folder, kept):
+    """Return all rows and the best of them; kept: rows of an earlier sweep, which are not measured again."""
     rows = []
 
     def best():
         return min((row for row in rows if "failed" not in row), key=lambda row: row[args.by])
 
     def note(settings):
-        rows.append(measure(settings, args, folder))
+        old = next((row for row in kept if row["settings"] == settings and "failed" not in row), None)
+        rows.append(old or measure(settings, args, folder))
         print(json.dumps(rows[-1]), flush=True)
+        write(args, rows, best() if any("failed" not in row for row in rows) else None)
         return rows[-1]
 
     for size in args.batches:
@@ -79,13 +82,26 @@ def search(args, folder):
             helped |= change
     if len(helped) > 1:
         note({**base["settings"], **helped})
-    return rows, best()
+    return best()
+
+
+def write(args, rows, best):
+    """Write what is known so far."""
+    document = {
+        "benchmark": "main_job_sweep",
+        "date": f"{datetime.date.today()}",
+        "unit": "seconds of a step, wall clock and CPU (all threads); forced lengths as in run.py",
+        "chosen_by": args.by,
+        "threads": args.threads,
+        "versions": versions(args.trl_python),
+        "best": best,
+        "rows": rows,
+    }
+    args.output.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def versions(python):
     """Return the versions in TRL's environment."""
-    import subprocess
-
     names = ("trl", "torch", "transformers", "accelerate", "datasets")
     code = f"import json; from importlib.metadata import version as v; print(json.dumps({{n: v(n) for n in {names}}}))"
     done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True)
@@ -101,21 +117,12 @@ def main():
     parser.add_argument("--batches", type=int, nargs="*", default=BATCHES)
     parser.add_argument("--by", choices=("wall", "cpu"), default="wall", help="cpu: on a machine that others load")
     parser.add_argument("--limit", type=float, default=300, help="seconds for a step; longer is a failure")
+    parser.add_argument("--keep", action="store_true", help="go on with a sweep that was broken off")
     parser.add_argument("--output", type=Path, default=RESULT)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as folder:
-        rows, best = search(args, Path(folder))
-    document = {
-        "benchmark": "main_job_sweep",
-        "date": f"{datetime.date.today()}",
-        "unit": "seconds of a step, wall clock and CPU (all threads); forced lengths as in run.py",
-        "chosen_by": args.by,
-        "threads": args.threads,
-        "versions": versions(args.trl_python),
-        "best": best,
-        "rows": rows,
-    }
-    args.output.write_text(json.dumps(document, indent=1) + "\n")
+    kept = json.loads(args.output.read_text())["rows"] if args.keep and args.output.exists() else []
+    with tempfile.TemporaryDirectory() as folder:
+        best = search(args, Path(folder), kept)
     print(f"best: {json.dumps(best)}")
 
 
