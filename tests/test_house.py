@@ -55,9 +55,22 @@ def code_lines(path):
     return len(lines - docs)
 
 
+def statements(path):
+    """Count logical lines: the statements, in every nested block too; docstrings and other bare strings are none."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.stmt)]
+    texts = [node for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    return len(nodes) - sum(isinstance(node.value.value, str) for node in texts)
+
+
 def test_core_does_not_grow():
-    """A ratchet on the way to 4,000: lower the number when core has become smaller."""
-    assert sum(code_lines(path) for path in without({"tensors", "testing"})) < 5000
+    """Ratchets on the way to 4,000 statements: lower the numbers when core has become smaller.
+
+    Counted are statements (see `statements`), since their number does not depend on how a formatter breaks lines.
+    Lines that hold code stand beside them, so that neither is bought with the other.
+    """
+    core = without({"tensors", "testing"})
+    assert sum(map(statements, core)) < 4200
+    assert sum(map(code_lines, core)) < 5000
 
 
 @pytest.mark.parametrize("path", CORE_FILES, ids=relative)
