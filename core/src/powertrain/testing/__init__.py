@@ -12,6 +12,7 @@ Needs pytest; the suites of engines and transfers need `powertrain[torch]` for t
 
 from __future__ import annotations
 
+from powertrain.testing.asserts import SUITES as SUITES
 from powertrain.testing.infer import InferEngineSuite as InferEngineSuite
 from powertrain.testing.launcher import LauncherSuite as LauncherSuite
 from powertrain.testing.sink import WeightSinkSuite as WeightSinkSuite

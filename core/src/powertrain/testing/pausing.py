@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import CancelledError, Future
-from typing import Any, Final
+from typing import Any, ClassVar
 
 import pytest
 
@@ -15,12 +15,13 @@ from powertrain.testing.engines import FIRST
 from powertrain.testing.sink import WeightSinkSuite, ask, update
 from powertrain.testing.suite import needs
 
-LONG: Final = 400
-"""Tokens of a request that is to be in flight when something happens."""
-
 
 class PausingSuite(WeightSinkSuite):
     """Tests of `abort`, `pause`, `resume` and memory; `InferEngineSuite` has them all."""
+
+    OPEN = WeightSinkSuite.OPEN | {"long"}
+    long: ClassVar[int] = 160
+    """Tokens of a request that is to be in flight when something happens; more for an engine that is fast."""
 
     def test_aborted_request_answers_with_what_it_has(self, engine: Bounded, old: str) -> None:
         """`abort` ends a request at once, finish "abort", with the tokens so far; or the request went on to its end."""
@@ -28,7 +29,7 @@ class PausingSuite(WeightSinkSuite):
         engine.abort(["unwanted"])
         completion = engine.wait(future, "generate").completions[0]
         assert completion.finish == "abort"
-        assert len(completion.tokens) < LONG
+        assert len(completion.tokens) < self.long
         self._belongs(completion, [7, 1, 1], {FIRST: old})
 
     def test_abort_of_unknown_requests_does_nothing(self, engine: Bounded, old: str) -> None:
@@ -84,7 +85,7 @@ class PausingSuite(WeightSinkSuite):
         future = self._in_flight(engine, [7, 2, 3])
         engine.pause("wait")
         completion = engine.wait(future, "generate", 1.0).completions[0]
-        assert (completion.finish, len(completion.tokens)) == ("length", LONG)
+        assert (completion.finish, len(completion.tokens)) == ("length", self.long)
         self._belongs(completion, [7, 2, 3], {FIRST: old})
 
     def test_abort_mode_ends_requests_in_flight(self, engine: Bounded, old: str) -> None:
@@ -102,14 +103,14 @@ class PausingSuite(WeightSinkSuite):
         engine.pause("keep")
         engine.resume(None)
         completion = engine.wait(future, "generate").completions[0]
-        assert [(s.start, s.end, s.version) for s in completion.segments] == [(0, LONG, FIRST)]
+        assert [(s.start, s.end, s.version) for s in completion.segments] == [(0, self.long, FIRST)]
         self._belongs(completion, [7, 2, 5], {FIRST: old})
 
     @needs("pause_keep")
     def test_kept_request_is_cut_where_the_weights_changed(self, engine: Bounded, old: str, new: str) -> None:
         """Each segment, replayed under its own checkpoint, must give its tokens: a stale KV cache or a wrong cut."""
         completion, models = self._across(engine, {FIRST: old, "1.2": new, "1.3": old, "1.4": new})
-        assert len(completion.tokens) == LONG
+        assert len(completion.tokens) == self.long
         self._belongs(completion, [7, 3, 1], models)
 
     @needs("pause_keep")
@@ -175,16 +176,15 @@ class PausingSuite(WeightSinkSuite):
         except (StateError, CancelledError):
             assert engine.state == "closed"
 
-    @staticmethod
-    def _in_flight(engine: Bounded, prompt: list[int], *, name: str = "", seconds: float = 0.1) -> Future[Any]:
+    def _in_flight(self, engine: Bounded, prompt: list[int], *, name: str = "", seconds: float = 0.04) -> Future[Any]:
         """Begin a long request and give the engine time to be in the midst of it."""
-        future = engine.start("generate", ask(prompt, name=name, max_tokens=LONG))
+        future = engine.start("generate", ask(prompt, name=name, max_tokens=self.long))
         time.sleep(seconds)
         return future
 
     def _across(self, engine: Bounded, models: dict[str, str]) -> tuple[Completion, dict[str, str]]:
         """Freeze a request over an update, until one is found that had begun and not ended by then."""
-        for counter, seconds in ((2, 0.1), (3, 0.3), (4, 0.02)):
+        for counter, seconds in ((2, 0.04), (3, 0.1), (4, 0.01)):
             future = self._in_flight(engine, [7, 3, 1], seconds=seconds)
             engine.pause("keep")
             self._write(engine.weights(), update(counter), models[f"1.{counter}"])
@@ -192,7 +192,9 @@ class PausingSuite(WeightSinkSuite):
             completion: Completion = engine.wait(future, "generate").completions[0]
             if len(completion.segments) > 1:
                 return completion, models
-        pytest.fail(f"of three requests for {LONG} tokens none was cut by the update that came while it was frozen")
+        pytest.fail(
+            f"of three requests for {self.long} tokens none was cut by the update that came while it was frozen"
+        )
 
     def _belongs(self, completion: Completion, prompt: list[int], models: dict[str, str]) -> None:
         """Check that segments cover the tokens, and that each segment's tokens are greedy under its own checkpoint."""

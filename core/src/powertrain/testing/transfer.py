@@ -82,7 +82,7 @@ class TransferSuite(Suite):
         """A plan is made of manifests alone: bytes and faults are known before any weight is touched."""
         transfer, world = join()
         self._plan(transfer, world)
-        assert {method for _, method, _ in world.events} == {"weights.manifest"}
+        assert {method for _, method, _ in world.events} == {"weights.manifest", "ended weights.manifest"}
         assert world.versions == ["1.0"]
 
     def test_plan_reads_each_element_once(self, join: Callable[..., Any]) -> None:
@@ -135,10 +135,12 @@ class TransferSuite(Suite):
     def test_version_is_published_once_all_have_finished(self, join: Callable[..., Any]) -> None:
         """An engine was resumed with the new version while another could still fail: mixed and published."""
         transfer, world = join(engines=(1, 1))
+        world.weights[1].slow = 0.2
         self._push(transfer, 1)
-        methods = [(method, *args[:1]) if method == "resume" else (method,) for _, method, args in world.events]
-        last = max(i for i, (method, *_) in enumerate(methods) if method == "weights.finish")
-        assert [i for i, call in enumerate(methods) if call == ("resume", "1.1") and i < last] == []
+        calls = [(method, *args) for _, method, args in world.events]
+        finished = [i for i, call in enumerate(calls) if call == ("ended weights.finish",)]
+        assert len(finished) == 2
+        assert calls.index(("resume", "1.1")) > finished[-1]
         assert world.versions == ["1.1", "1.1"]
 
     def test_engines_are_paused_before_they_are_written(self, join: Callable[..., Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -97,11 +98,15 @@ class Source(WeightSource):
 
 
 class Sink(BoxSink):
-    """An engine's rank. broken: its next `apply` raises after a first piece. stuck: `apply` waits for `go`."""
+    """An engine's rank.
+
+    broken: its next `apply` raises after a first piece. stuck: `apply` waits for `go`. slow: seconds before `finish`.
+    """
 
     def __init__(self, place: RankSpec) -> None:
         super().__init__(*manifest(place, 1))
         self.broken = self.stuck = False
+        self.slow = 0.0
         self.go = threading.Event()
         self.adapters: dict[str, Mapping[str, Any]] = {}
 
@@ -115,6 +120,11 @@ class Sink(BoxSink):
             message = "this rank broke"
             raise PowertrainError(message)
         super().apply(pieces)
+
+    def finish(self) -> None:
+        """Finish, when its time has come."""
+        time.sleep(self.slow)
+        super().finish()
 
     def add_adapter(self, name: str, config: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
         """Keep an adapter."""
@@ -173,7 +183,10 @@ class Rank:
 
 
 class Handle:
-    """An `EngineHandle` over ranks. events: (engine, method, arguments) of every call, in order, shared by all."""
+    """An `EngineHandle` over ranks. events: (engine, method, arguments) of every call as it begins, shared by all.
+
+    A call that ended well is noted as (engine, "ended METHOD", arguments).
+    """
 
     def __init__(self, name: str, ranks: list[Rank], events: list[tuple[str, str, tuple[Any, ...]]]) -> None:
         self.name, self.ranks, self.events = name, ranks, events
@@ -193,6 +206,7 @@ class Handle:
             raise DeadlineError(message, who=self.name, what=method, seconds=deadline)
         if method == "resume" and args[0] is not None:
             self.version = args[0]
+        self.events.append((self.name, f"ended {method}", args))
         return [call.result() for call in calls]
 
 
