@@ -25,6 +25,7 @@ _STEP: Final = re.compile(r"step-(\d{6,})")
 _CAUSES: Final = {
     errno.ENOSPC: "the disk is full; make room, or choose another folder with runs=FOLDER",
     errno.EDQUOT: "the disk quota is used up; make room, or choose another folder with runs=FOLDER",
+    errno.EFBIG: "a file would be larger than this user may write (ulimit -f); raise the limit",
     errno.EROFS: "the file system is read-only; choose another folder with runs=FOLDER",
     errno.EACCES: "this user may not write there; choose another folder with runs=FOLDER",
     errno.EPERM: "this user may not write there; choose another folder with runs=FOLDER",
@@ -40,7 +41,7 @@ def explained(what: str) -> Iterator[None]:
         WorkerError,
         CheckpointError,
     ) as exc:  # a library in an engine may have wrapped what the system said
-        for code in map(int, re.findall(r"\[Errno (\d+)\]", str(exc))):
+        for code in map(int, re.findall(r"(?:\[Errno|os error) (\d+)[\])]", str(exc))):
             if code in _CAUSES:
                 message = f"{what} failed: {_CAUSES[code]}"
                 raise CheckpointError(message) from exc

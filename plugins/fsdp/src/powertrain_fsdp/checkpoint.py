@@ -7,6 +7,7 @@ read from its folder again.
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import warnings
@@ -38,17 +39,24 @@ def save(
 ) -> None:
     """Write all ranks' state into an empty folder. Collective, complete on return; CheckpointError on all ranks."""
     error: Exception | None = None
-    folder.mkdir(parents=True, exist_ok=True)
-    if group.rank == 0 and any(folder.iterdir()):
-        error = FileExistsError(f"{folder} is not empty")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if group.rank == 0 and any(folder.iterdir()):
+            error = FileExistsError(f"{folder} is not empty")
+    except OSError as exc:
+        error = exc
     group.agree(error, CheckpointError)
     with_optim = optimizer is not None and not spec.no_save_optim
     tensors = _tensors(built, optimizer if with_optim else None)
     try:
         with _single_process_is_meant():
             dcp.save(tensors, checkpoint_id=folder / "shards", no_dist=group.world == 1)
-        torch.save(_random_states(), folder / f"random-{group.rank}.pt")
-    except (OSError, RuntimeError, dcp.api.CheckpointException) as exc:
+        content = io.BytesIO()  # torch's own writer hides what the system says of a full disk
+        torch.save(_random_states(), content)
+        (folder / f"random-{group.rank}.pt").write_bytes(content.getvalue())
+    except dcp.api.CheckpointException as exc:  # it holds the ranks' own errors, and their traces in its text
+        error = next((fault for fault, _ in exc.failures.values() if isinstance(fault, Exception)), exc)
+    except (OSError, RuntimeError) as exc:
         error = exc
     group.agree(error, CheckpointError)
     if group.rank == 0:

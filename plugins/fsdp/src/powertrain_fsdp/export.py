@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
 
 from powertrain.errors import CheckpointError
@@ -50,7 +51,7 @@ def export(folder: Path, built: Built, spec: EngineSpec, group: Group) -> None:
                 _write_adapter(folder, state, spec)
             else:
                 _write_model(folder, state, built)
-        except OSError as exc:
+        except (OSError, SafetensorError) as exc:
             error = exc
     group.agree(error, CheckpointError)
 
