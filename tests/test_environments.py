@@ -1,6 +1,7 @@
 """Pins of the environments, and the judgement on a whole run (conftest.py at the root)."""
 
 import re
+import subprocess
 import sys
 import tomllib
 from importlib import metadata
@@ -72,13 +73,12 @@ def test_this_interpreter_has_the_pinned_versions():
     assert {normal(one.name) for one in needed(name)} <= set(installed)
 
 
-def test_make_env_refuses_an_unknown_environment(tmp_path):
-    import subprocess
-
-    command = ["bash", "scripts/make_env.sh", "nowhere", str(tmp_path / "venv")]
+@pytest.mark.parametrize("command", [["bash", "scripts/make_env.sh"], [sys.executable, "scripts/constraints.py"]])
+def test_an_unknown_environment_is_refused(command):
+    command = [*command, "nowhere"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "no environment 'nowhere'" in done.stderr
+    assert "no environment nowhere; " in done.stderr.replace("'", "")
     assert all(name in done.stderr for name in ENVIRONMENTS)
 
 
