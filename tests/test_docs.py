@@ -28,7 +28,8 @@ DEMO = ROOT / "examples" / "grpo_sums.yaml"
 GENERATED = sorted(
     path.stem for path in (DOCS / "reference").glob("*.md") if "scripts/reference.py" in path.read_text()
 )
-PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "README.md", *sorted(ROOT.glob("plugins/*/README.md"))]
+READMES = [ROOT / "README.md", *sorted(ROOT.glob("plugins/*/README.md"))]
+PAGES = [*sorted(DOCS.rglob("*.md")), *READMES]
 FENCE = re.compile(r'^( *)```(\w+)(?: title="([^"]*)")?\n(.*?)^\1```$', re.MULTILINE | re.DOTALL)
 
 
@@ -96,6 +97,12 @@ def test_pages_name_no_address_and_no_machine_path():
     assert {name: hits for name, hits in found.items() if hits} == {}
 
 
+@pytest.mark.parametrize("page", [*READMES, ROOT / "CONTRIBUTING.md"], ids=named)
+def test_links_of_a_readme_lead_to_files(page):
+    links = re.findall(r"\]\(([^)#]+)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
 # ---- generated pages
 @functools.cache
 def fresh_pages():
@@ -144,6 +151,14 @@ def test_api_page_has_every_public_name():
 def test_config_string_parses(text):
     for line in text.splitlines():
         assert str(parse_layout(str(parse_layout(line)))) == str(parse_layout(line))
+
+
+def test_grammar_is_the_parsers():
+    import powertrain.layout
+
+    [block] = [one.values[0] for one in blocks("text") if "config-strings" in one.id]
+    told = [" ".join(line.split()) for line in powertrain.layout.__doc__.splitlines()]
+    assert [line for line in block.splitlines() if " ".join(line.split()) not in told] == []
 
 
 def inline_strings():
