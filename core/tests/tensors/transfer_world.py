@@ -9,6 +9,7 @@ import torch
 
 from powertrain.errors import PowertrainError, WorkerError
 from powertrain.interfaces.build import RankSpec
+from powertrain.tensors.ipc import IpcSink, IpcSource
 from powertrain.tensors.local import LocalSink, LocalSource
 from powertrain.tensors.shm import ShmSink, ShmSource
 from powertrain.tensors.sink import BoxSink, whole_manifest
@@ -16,6 +17,7 @@ from powertrain.weights import Box, Entry, Manifest
 
 ENDPOINTS = {("local", "source"): LocalSource, ("local", "sink"): LocalSink}
 ENDPOINTS |= {("shm", "source"): ShmSource, ("shm", "sink"): ShmSink}
+ENDPOINTS |= {("ipc", "source"): IpcSource, ("ipc", "sink"): IpcSink}
 SHAPES = {"embed": (10, 6), "norm": (6,), "scalar": ()}
 
 
@@ -101,6 +103,64 @@ class Sink(BoxSink):
         return dict(self.adapters[name])
 
 
+class CudaSource(Source):
+    """The same on a card. train_late: the new values are queued behind a kernel that takes long."""
+
+    def __init__(self, rank, world):
+        super().__init__(rank, world)
+        self.named = {name: tensor.cuda() for name, tensor in self.named.items()}
+        self.fenced, self.moves = True, 0
+
+    def places(self):
+        return self.moves
+
+    def fence(self):
+        if self.fenced:
+            torch.cuda.synchronize()
+
+    def set_fence(self, fenced):
+        self.fenced = fenced
+
+    def train_late(self):
+        ahead = {name: self.shard(value(name, self.step + 1)).cuda() for name in SHAPES}
+        self.step += 1
+        torch.cuda.synchronize()
+        torch.cuda._sleep(2_000_000_000)
+        for name, tensor in self.named.items():
+            tensor.copy_(ahead[name])
+
+    def move(self):
+        self.moves += 1
+        self.named = {name: tensor.clone() for name, tensor in self.named.items()}
+
+    def offload(self):
+        self.moves += 1
+        self.named = {name: tensor.cpu() for name, tensor in self.named.items()}
+
+    def elsewhere(self):
+        from powertrain.tensors import ipc
+
+        ipc.card = lambda: "another card"
+
+
+class CudaSink(Sink):
+    """The same on a card."""
+
+    def __init__(self, rank=0, world=1):
+        named = {name: torch.zeros(shape, device="cuda") for name, shape in SHAPES.items()}
+        BoxSink.__init__(self, whole_manifest(named, rank=rank, world=world), named)
+        self.slow, self.broken, self.adapters = 0.0, False, {}
+
+    def values(self):
+        return {name: tensor.cpu() for name, tensor in self.tensors().items()}
+
+    def held(self):
+        import psutil
+
+        process = psutil.Process()
+        return process.num_fds(), process.num_threads(), torch.cuda.mem_get_info()[0]
+
+
 class Rank:
     """One rank's weights and endpoints, as a host keeps them."""
 
@@ -134,7 +194,8 @@ class Rank:
 def serve(pipe, kind, rank, world):
     """Run a rank in a process of its own until the pipe closes."""
     torch.set_num_threads(1)
-    here = Rank({"source": Source, "sink": Sink}[kind](rank, world), RankSpec(rank=rank, world=world))
+    kinds = {"source": Source, "sink": Sink, "cuda-source": CudaSource, "cuda-sink": CudaSink}
+    here = Rank(kinds[kind](rank, world), RankSpec(rank=rank, world=world))
     while True:
         try:
             method, args = pipe.recv()
@@ -189,6 +250,10 @@ class Handle:
                 raise answer
         self.called.append(method)
         return answers
+
+    async def ranks_call(self, rank, method):
+        """Call one rank's weights alone."""
+        return await asyncio.to_thread(self.ranks[rank].call, f"weights.{method}", ())
 
 
 def inline_source(name="actor"):

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from powertrain.weights import Manifest, TransferPlan, TransferReport, Update
 
 Command = tuple[str, Sequence[Any]]
 """A method of a rank's host, and its arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """The rest of an update that is one message to each sink.
+
+    commands: for each sink the one by which its ranks load everything; they answer bytes. beside: what is awaited at
+    the same time, the trainer's part; a command that must not read before that waits for it by means of its own.
+    """
+
+    commands: Sequence[Command]
+    beside: Sequence[Awaitable[Any]] = ()
 
 
 class EngineHandle(Protocol):
@@ -55,11 +68,11 @@ class Transfer(ABC):
     async def plan(self, source: EngineHandle, sinks: Sequence[EngineHandle], *, deadline: float) -> TransferPlan:
         """Work out who sends what to whom from both sides' manifests; called again only when a manifest changed."""
 
-    async def gather(self, plan: TransferPlan, update: Update, *, deadline: float) -> Sequence[Command] | None:
-        """Make the trainer ready to be read, while the sinks pause; nothing may be written yet.
+    async def gather(self, plan: TransferPlan, update: Update, *, deadline: float) -> Loads | None:
+        """Make the trainer ready to be read; the engines still answer, and nothing may be written yet.
 
-        Return for each sink the one command by which its ranks load everything (answering bytes), which then goes out
-        in one message with begin and finish; or None where it takes more than one, and `move` is called.
+        Return how every sink loads all of it by one command, which then goes out in one message with pause, begin and
+        finish; or None where it takes more than one, and `move` is called.
         """
         return None
 

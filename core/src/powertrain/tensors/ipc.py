@@ -1,10 +1,10 @@
 """Transfer `ipc`: engines that share cards; sinks copy from the trainer's own memory on the device.
 
 The trainer hands out one handle for each allocation that its weights lie in, once. A sink maps them, works out its
-copies once, and from then on an update is: the trainer waits for its device, the sinks copy in one kernel and wait for
-theirs. Nothing is staged, so no extra memory is taken. The mappings stay open while the trainer's storages stay where
-they are (`keep_open`); they are closed before the trainer offloads or ends. No handle leaves the control channel,
-whose every message carries the run's token.
+copies once, and from then on an update is one message to each rank: the trainer waits for its device and says so in
+shared memory, a sink that waits for that copies in one kernel and waits for its device. Nothing is staged, so no extra
+memory is taken. The mappings stay open while the trainer's storages stay where they are (`keep_open`); they are closed
+before the trainer offloads or ends. No handle leaves the control channel, whose every message carries the run's token.
 
 Blocks on a card that a sink does not run on go through a staging area in shared memory, as in the transfer `shm`.
 """
@@ -12,7 +12,6 @@ Blocks on a card that a sink does not run on go through a staging area in shared
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -20,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from powertrain.errors import TransferError
-from powertrain.interfaces.transfer import Endpoint
+from powertrain.interfaces.transfer import Endpoint, Loads
 from powertrain.interfaces.weights import Piece
 from powertrain.tensors import cuda_ipc
 from powertrain.tensors.planned import PlannedTransfer
 from powertrain.tensors.shm import ShmTransfer
 from powertrain.tensors.sink import BoxSink, Prepared, block_view
+from powertrain.tensors.turns import Turn, await_turn
 from powertrain.weights.transaction import together
 
 if TYPE_CHECKING:
@@ -45,34 +45,44 @@ class IpcSource(Endpoint):
     """A training rank's half."""
 
     def __init__(self, weights: WeightSource, place: RankSpec) -> None:
-        self._weights = weights
-        self._made: dict[str, tuple[str, int]] = {}
+        self._weights, self._rank = weights, place.rank
+        self._made: dict[str, tuple[int, Turn]] = {}
 
-    def offer(self, session: str, tag: str, again: bool) -> dict[str, Any] | None:
-        """Wait for the device, and return where the weights lie, or None when the offer of that tag still holds.
-
-        again: make one in any case. The answer: `card`, `process`, `segments` [(handle, bytes)], and `storages` name ->
-        (segment, bytes from its first, elements, dtype).
+    def offer(self, session: str) -> dict[str, Any]:
+        """Return where the weights lie: `card`, `process`, `turn` (path), `segments` [(handle, bytes)], and `storages`
+        name -> (segment, bytes from its first, elements, dtype).
         """
-        self._weights.fence()
-        made = tag, self._weights.places()
-        if not again and self._made.get(session) == made:
-            return None
+        self.release(session)
         tensors = self._weights.tensors()
         off = [name for name, tensor in tensors.items() if not tensor.is_cuda]
         if off:
             message = f"{off[0]!r} is not on a card (offloaded?); bring the trainer's weights back, or use shm"
             raise TransferError(message, phase="gather")
-        self._made[session] = made
-        return {"card": card(), "process": os.getpid(), **_export(tensors)}
+        turn = Turn.make(session, self._rank)
+        self._made[session] = self._weights.places(), turn
+        return {"card": card(), "process": os.getpid(), "turn": turn.path, **_export(tensors)}
+
+    def settle(self, session: str) -> None:
+        """Take the turn's name away; called when every sink has it attached."""
+        self._made[session][1].settle()
+
+    def confirm(self, session: str, number: int) -> bool:
+        """Wait for the device, and let sinks that wait for this number read; False where the offer is void by now."""
+        self._weights.fence()
+        places, turn = self._made[session]
+        holds = places == self._weights.places()
+        turn.post(number if holds else -number)
+        return holds
 
     def release(self, session: str) -> None:
         """Forget an offer."""
-        self._made.pop(session, None)
+        if session in self._made:
+            self._made.pop(session)[1].close()
 
     def close(self) -> None:
         """Forget all offers."""
-        self._made.clear()
+        for session in list(self._made):
+            self.release(session)
 
 
 def _export(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -94,9 +104,11 @@ def _export(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 class _Session:
     """One pair as a sink's rank sees it. reads: what lies on its card. offers: of every trainer rank."""
 
+    kind: str
     reads: Sequence[Read]
     offers: Sequence[Mapping[str, Any]]
     bytes: int
+    turns: Sequence[tuple[int, Turn]]
     mappings: list[cuda_ipc.Mapped] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     prepared: Prepared | None = None
@@ -113,27 +125,32 @@ class IpcSink(Endpoint):
         """Return this rank's card and process."""
         return card(), os.getpid()
 
-    def open(self, session: str, reads: Sequence[Sequence[Read]], offers: Sequence[Mapping[str, Any]]) -> None:
+    def open(
+        self, session: str, kind: str, reads: Sequence[Sequence[Read]], offers: Sequence[Mapping[str, Any]]
+    ) -> None:
         """Note what this rank reads and where the trainer's ranks offer it; what was mapped before is closed."""
         self.release(session)
         mine = reads[self._rank]
-        self._sessions[session] = _Session(mine, list(offers), sum(read.bytes for read in mine))
+        turns = [(rank, Turn.attach(offers[rank]["turn"])) for rank in sorted({read.block.rank for read in mine})]
+        self._sessions[session] = _Session(kind, mine, list(offers), sum(read.bytes for read in mine), turns)
 
-    def load(self, session: str, keep_open: bool) -> int:
-        """Copy all that this rank reads, and wait for the device; returns bytes."""
+    def load(self, session: str, number: int, keep_open: bool, seconds: float) -> int:
+        """Wait for the trainer's ranks, copy all that this rank reads, and wait for the device; returns bytes."""
         found = self._sessions.get(session)
         if found is None:
             message = f"this rank has no offer for pair {session}; it was restarted, and the next update makes one"
             raise TransferError(message, phase="load")
         if not found.mappings:
             self._map(found)
+        await_turn(found.turns, number, seconds=seconds)
         sink = self._weights
         try:
-            if not isinstance(sink, BoxSink) or any(read.name.endswith(_ADAPTER) for read in found.reads[:1]):
+            if found.kind == "adapter" or not isinstance(sink, BoxSink):
                 sink.apply(iter(found.pieces))
             elif found.prepared is None or not sink.replay(found.prepared):
                 found.prepared = sink.prepare(found.pieces)
-                sink.replay(found.prepared)
+                done = sink.replay(found.prepared)
+                assert done, "storages moved while their pieces were prepared"
         finally:
             if not keep_open:
                 _unmap(found)
@@ -155,14 +172,13 @@ class IpcSink(Endpoint):
         found = self._sessions.pop(session, None)
         if found is not None:
             _unmap(found)
+            for _, turn in found.turns:
+                turn.close()
 
     def close(self) -> None:
         """Unmap everything."""
         for session in list(self._sessions):
             self.release(session)
-
-
-_ADAPTER = (".lora_A.weight", ".lora_B.weight")
 
 
 def _unmap(found: _Session) -> None:
@@ -186,8 +202,8 @@ class _Opened:
 
     plan: TransferPlan
     sinks: list[str]
-    tag: str
-    rest: TransferPlan | None = None
+    turns: list[Turn]
+    rest: TransferPlan | None
 
 
 class IpcTransfer(PlannedTransfer):
@@ -200,25 +216,21 @@ class IpcTransfer(PlannedTransfer):
         self._keep_open = bool(options.get("keep_open", True))
         self._staged = ShmTransfer("shm", options)
         self._opened: _Opened | None = None
+        self._number = 0
 
     @property
     def bucket_bytes(self) -> int:
         """The most bytes of a bucket, for what goes by shared memory."""
         return self._staged.bucket_bytes
 
-    async def gather(self, plan: TransferPlan, update: Update, *, deadline: float) -> Sequence[Command] | None:
-        """Fence the trainer and tell sinks of storages that have moved; one command a sink where nothing is far."""
+    async def gather(self, plan: TransferPlan, update: Update, *, deadline: float) -> Loads | None:
+        """Tell sinks where the weights lie, if they do not know; the trainer's wait goes on beside their loading."""
         self._check_kind(plan, update)
-        opened, self._opened = self._opened, None  # until all has gone well
-        if opened is not None and (opened.plan is not plan or opened.sinks != [sink.name for sink in self.sinks]):
-            opened = None
-        tag = opened.tag if opened else ""
-        answers = await self._call(self.source, "offer", tag=tag, again=opened is None, deadline=deadline)
-        if opened is None or any(answers):
-            opened = await self._open(plan, deadline)
-        self._opened = opened
-        payload = {"session": self.session, "keep_open": self._keep_open}
-        return None if opened.rest else [("endpoint.call", (self.PLUGIN, "load", payload))] * len(self.sinks)
+        opened = self._opened
+        if opened is None or opened.plan is not plan or opened.sinks != [sink.name for sink in self.sinks]:
+            self._forget()
+            opened = self._opened = await self._open(plan, deadline)
+        return None if opened.rest else Loads([self._load(deadline)] * len(self.sinks), [self._confirm(deadline)])
 
     async def move(self, plan: TransferPlan, update: Update, meter: Any, *, deadline: float) -> None:
         """Bring what lies on other cards by shared memory, then let every sink copy the rest at once."""
@@ -226,32 +238,54 @@ class IpcTransfer(PlannedTransfer):
         assert self._opened.rest is not None
         await self._staged.move(self._opened.rest, update, meter, deadline=deadline)
         with meter.phase("load"):
-            loads = [self._call(sink, "load", keep_open=self._keep_open, deadline=deadline) for sink in self.sinks]
-            meter.bytes += sum(sum(answer) for answer in await together(loads))
+            method, args = self._load(deadline)
+            loads = [sink.call(method, *args, deadline=deadline) for sink in self.sinks]
+            answers = await together([self._confirm(deadline), *loads])
+            meter.bytes += sum(sum(answer) for answer in answers[1:])
+
+    def _load(self, deadline: float) -> Command:
+        self._number += 1
+        how = {"number": self._number, "keep_open": self._keep_open, "seconds": deadline}
+        return "endpoint.call", (self.PLUGIN, "load", {"session": self.session, **how})
+
+    async def _confirm(self, deadline: float) -> None:
+        try:
+            held = await self._call(self.source, "confirm", number=self._number, deadline=deadline)
+        except BaseException:  # a trainer that died, or a push that was cancelled: no sink is left waiting
+            for turn in self._opened.turns if self._opened else ():
+                turn.post(-self._number)
+            raise
+        if not all(held):
+            message = "the trainer's weights have moved since they were offered; the next update maps them again"
+            raise TransferError(message, phase="gather")
+
+    def _forget(self) -> None:
+        for turn in self._opened.turns if self._opened else ():
+            turn.close()
+        self._opened = None
 
     async def push(self, update: Update, *, deadline: float, pause_mode: str = "wait") -> TransferReport:
         """Run one update; after one that failed the next opens everything anew."""
         try:
             return await super().push(update, deadline=deadline, pause_mode=pause_mode)
         except BaseException:
-            self._opened = None
+            self._forget()
             raise
 
     async def unmap(self, *, deadline: float) -> None:
         """Let every sink close its mappings; called before the trainer's storages are freed or moved."""
-        self._opened = None
+        self._forget()
         await together(self._call(sink, "release", deadline=deadline) for sink in self.sinks)
 
     async def close(self) -> None:
         """Close the sinks' mappings, then forget the offers."""
-        self._opened = None
+        self._forget()
         await self._staged.close()
         await super().close()
 
     async def _open(self, plan: TransferPlan, deadline: float) -> _Opened:
-        """Take a new offer of every trainer rank to the sinks, and sort out what lies on other cards than theirs."""
-        tag = secrets.token_hex(4)
-        offers = await self._call(self.source, "offer", tag=tag, again=True, deadline=deadline)
+        """Take an offer of every trainer rank to the sinks, and sort out what lies on other cards than theirs."""
+        offers = await self._call(self.source, "offer", deadline=deadline)
         places = await together(self._call(sink, "where", deadline=deadline) for sink in self.sinks)
         if {process for engine in places for _, process in engine} & {offer["process"] for offer in offers}:
             message = "both engines live in one process, which cannot map its own memory; use the transfer local"
@@ -263,11 +297,13 @@ class IpcTransfer(PlannedTransfer):
         near = _kept(plan, lambda *where: here(*where))
         far = _kept(plan, lambda *where: not here(*where))
         await together(
-            self._call(sink, "open", reads=reads, offers=offers, deadline=deadline)
+            self._call(sink, "open", kind=plan.kind, reads=reads, offers=offers, deadline=deadline)
             for sink, reads in zip(self.sinks, near.reads, strict=True)
         )
+        turns = [Turn.attach(offer["turn"]) for offer in offers]
+        await self._call(self.source, "settle", deadline=deadline)
         self._staged.source, self._staged.sinks = self.source, self.sinks
-        return _Opened(plan, [sink.name for sink in self.sinks], tag, far if far.blocks else None)
+        return _Opened(plan, [sink.name for sink in self.sinks], turns, far if far.blocks else None)
 
 
 def _kept(plan: TransferPlan, keep: Callable[[Read, int, int], bool]) -> TransferPlan:

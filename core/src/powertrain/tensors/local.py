@@ -11,14 +11,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from powertrain.errors import ConfigError, TransferError
-from powertrain.interfaces.transfer import Endpoint
+from powertrain.interfaces.transfer import Endpoint, Loads
 from powertrain.interfaces.weights import Piece
 from powertrain.tensors.planned import PlannedTransfer
 from powertrain.tensors.sink import BoxSink, block_view
 
 if TYPE_CHECKING:
     from powertrain.interfaces.build import RankSpec
-    from powertrain.interfaces.transfer import Command
     from powertrain.interfaces.weights import WeightSink, WeightSource
     from powertrain.weights import TransferPlan, Update
     from powertrain.weights.plan import Read
@@ -105,7 +104,7 @@ class LocalTransfer(PlannedTransfer):
             raise ConfigError(message)
         self._share = share if synchronous else "no"
 
-    async def gather(self, plan: TransferPlan, update: Update, *, deadline: float) -> Sequence[Command] | None:
+    async def gather(self, plan: TransferPlan, update: Update, *, deadline: float) -> Loads:
         """Offer the source; every sink shares or copies it whole, in one command."""
         self._check_kind(plan, update)
         if {block.rank for block in plan.blocks} - {0} or any(len(engine) != 1 for engine in plan.reads):
@@ -113,7 +112,5 @@ class LocalTransfer(PlannedTransfer):
             raise TransferError(message, phase="gather")
         await self._call(self.source, "offer", deadline=deadline)
         share = self._share if plan.kind == "full" else "no"
-        return [
-            ("endpoint.call", (self.PLUGIN, "take", {"session": self.session, "reads": reads[0], "share": share}))
-            for reads in plan.reads
-        ]
+        payloads = [{"session": self.session, "reads": reads[0], "share": share} for reads in plan.reads]
+        return Loads([("endpoint.call", (self.PLUGIN, "take", payload)) for payload in payloads])

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -40,6 +40,8 @@ SLOTS = 2
 
 class Area:
     """A mapped staging file: `slots` slots of `slot_bytes`."""
+
+    PAGE: Final = mmap.PAGESIZE
 
     def __init__(self, descriptor: int, path: Path, slot_bytes: int, slots: int) -> None:
         self._descriptor, self.path = descriptor, path
@@ -81,6 +83,11 @@ class Area:
         begin = (block.bucket % self._slots) * self._slot_bytes + block.offset
         flat = self._bytes[begin : begin + prod(block.size) * ITEM_SIZE[block.dtype]]
         return flat.view(getattr(torch, block.dtype)).view(block.size)
+
+    def words(self) -> torch.Tensor:
+        """Return the area as int64."""
+        assert self._bytes is not None
+        return self._bytes.view(torch.int64)
 
     def unlink(self) -> None:
         """Take the file's name away if it was made here; the memory lives as long as somebody has it mapped."""
@@ -160,7 +167,7 @@ class ShmSource(_Sessions):
         self.release(session)
         if self._rank != 0:
             return None
-        area = Area.create(Path(folder) if folder else _default_folder(), session, slot_bytes, slots)
+        area = Area.create(Path(folder) if folder else default_folder(), session, slot_bytes, slots)
         self._sessions[session] = _Session(area, {})
         return str(area.path)
 
@@ -219,7 +226,8 @@ def _by_bucket(pairs: Iterator[tuple[int, Any]]) -> dict[int, list[Any]]:
     return table
 
 
-def _default_folder() -> Path:
+def default_folder() -> Path:
+    """Return where staging files lie if nothing else is said: in memory, where the host has such a folder."""
     shm = Path("/dev/shm")
     return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 

@@ -9,17 +9,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from powertrain.errors import PowertrainError, TransferError
 from powertrain.weights.update import Meter, TransferReport, Update
 
 if TYPE_CHECKING:
-    from powertrain.interfaces.transfer import Command, EngineHandle, Transfer
-    from powertrain.weights.plan import TransferPlan
+    from powertrain.interfaces.transfer import Command, EngineHandle, Loads, Transfer
 
-_PHASES = {"weights.begin": "make_room", "endpoint.call": "load", "weights.finish": "finish", "resume": "resume"}
+_PHASES: Final = {
+    "pause": "pause",
+    "weights.begin": "make_room",
+    "endpoint.call": "load",
+    "weights.finish": "finish",
+    "resume": "resume",
+}
 """Command of a sink's series -> the phase that it is."""
+_LOAD: Final = ("endpoint.call", ())
+"""Stands in a series for the transfer's own command."""
 
 
 async def together(calls: Iterable[Awaitable[Any]]) -> list[Any]:
@@ -40,22 +47,38 @@ async def run_update(transfer: Transfer, update: Update, *, deadline: float, pau
 
     Called by the driver, one update at a time for a set of sinks. deadline: seconds for each step, at the end of
     which the step fails with an error that names the rank. Raises `TransferError` naming the phase and the unfit
-    sinks; the old version stays published. The trainer's part runs while the sinks pause: it only reads.
+    sinks; the old version stays published.
     """
     meter = Meter()
     sinks = transfer.sinks
     begun = False
     try:
-        preparing = _prepare(transfer, update, meter, deadline)
-        _, (plan, loads) = await together([_pause(sinks, pause_mode, meter, deadline), preparing])
-        begun = True
+        with meter.phase("make_room"):
+            plan = await transfer.plan(transfer.source, sinks, deadline=deadline)
+        with meter.phase("gather"):
+            loads = await transfer.gather(plan, update, deadline=deadline)
         if loads is None:
+            with meter.phase("pause"):
+                await _each(sinks, "pause", pause_mode, deadline=deadline)
+            begun = True
             with meter.phase("make_room"):
                 await _each(sinks, "weights.begin", update, deadline=deadline)
             await transfer.move(plan, update, meter, deadline=deadline)
             with meter.phase("finish"):
                 await _each(sinks, "weights.finish", deadline=deadline)
-        if loads is None or not await _load_at_once(sinks, plan, loads, update, meter, deadline):
+            published = False
+        else:
+            begun = True
+            published = len(sinks) == 1 == len(plan.reads[0])  # once the only rank has finished, all have
+            series: list[Command] = [
+                ("pause", [pause_mode]),
+                ("weights.begin", [update]),
+                _LOAD,
+                ("weights.finish", []),
+            ]
+            series += [("resume", [str(update.version)])] if published else []
+            await _load_at_once(sinks, series, loads, meter, deadline)
+        if not published:
             with meter.phase("resume"):
                 await _each(sinks, "resume", str(update.version), deadline=deadline)
     except BaseException as exc:
@@ -81,46 +104,22 @@ async def run_update(transfer: Transfer, update: Update, *, deadline: float, pau
     )
 
 
-async def _pause(sinks: Sequence[EngineHandle], mode: str, meter: Meter, deadline: float) -> None:
-    with meter.phase("pause"):
-        await _each(sinks, "pause", mode, deadline=deadline)
-
-
-async def _prepare(
-    transfer: Transfer, update: Update, meter: Meter, deadline: float
-) -> tuple[TransferPlan, Sequence[Command] | None]:
-    with meter.phase("make_room"):
-        plan = await transfer.plan(transfer.source, transfer.sinks, deadline=deadline)
-    with meter.phase("gather"):
-        return plan, await transfer.gather(plan, update, deadline=deadline)
-
-
 async def _load_at_once(
-    sinks: Sequence[EngineHandle],
-    plan: TransferPlan,
-    loads: Sequence[Command],
-    update: Update,
-    meter: Meter,
-    deadline: float,
-) -> bool:
-    """Begin, load and finish by one message to each sink; returns whether it published the version as well.
-
-    It does where the set is one rank: once that has finished, all have. What the message takes on its way is `wire`.
-    """
-    alone = len(sinks) == 1 == len(plan.reads[0])
-    last = [("resume", [str(update.version)])] if alone else []
-    series = [[("weights.begin", [update]), load, ("weights.finish", []), *last] for load in loads]
+    sinks: Sequence[EngineHandle], series: Sequence[Command], loads: Loads, meter: Meter, deadline: float
+) -> None:
+    """Send each sink the series as one message, of which pausing has a deadline of its own; `wire` is its way."""
     begun, meter.current = time.perf_counter(), "load"
-    answers = await together(
-        sink.call("series", *commands, deadline=deadline) for sink, commands in zip(sinks, series, strict=True)
-    )
-    ranks = [rank for engine in answers for rank in engine]
-    spent = [max(rank[at][0] for rank in ranks) for at in range(len(series[0]))]
-    for (method, _), seconds in zip(series[0], spent, strict=True):
+    calls = [
+        sink.call("series", *(load if command is _LOAD else command for command in series), deadline=2 * deadline)
+        for sink, load in zip(sinks, loads.commands, strict=True)
+    ]
+    answers = await together([*loads.beside, *calls])  # of two faults the trainer's is the cause
+    ranks = [rank for engine in answers[len(loads.beside) :] for rank in engine]
+    spent = [max(rank[at][0] for rank in ranks) for at in range(len(series))]
+    for (method, _), seconds in zip(series, spent, strict=True):
         meter.seconds[_PHASES[method]] += seconds
     meter.seconds["wire"] += time.perf_counter() - begun - sum(spent)
-    meter.bytes += sum(rank[1][1] for rank in ranks)
-    return alone
+    meter.bytes += sum(rank[series.index(_LOAD)][1] for rank in ranks)
 
 
 async def _roll_back(sinks: Sequence[EngineHandle], *, begun: bool, deadline: float) -> list[str]:
