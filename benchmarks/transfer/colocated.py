@@ -85,6 +85,36 @@ def plain_copy(size: int, repeats: int) -> list[float]:
     return found[3:]
 
 
+def device_part(model: str, repeats: int) -> list[float]:
+    """Return milliseconds on the device of the copies that a sink of the model's shapes runs, each time."""
+    if not torch.cuda.is_available():
+        return []
+    from safetensors import safe_open
+
+    from powertrain.tensors.copies import CopyProgram
+
+    pairs = []
+    for file in Path(model).glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - not a mapping
+                source = torch.empty(tensors.get_slice(name).get_shape(), dtype=torch.bfloat16, device="cuda")
+                pairs.append((torch.empty_like(source), source))
+    program, found = CopyProgram(pairs), []
+    for _ in range(repeats + 3):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        program.run()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(begin.elapsed_time(end))
+    return found[3:]
+
+
+def free_memory() -> int:
+    """Return the card's free bytes, whoever uses the rest."""
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+
+
 async def timed(work) -> tuple[float, object]:
     """Await work; returns milliseconds and its result."""
     begun = time.perf_counter()
@@ -122,8 +152,10 @@ async def measure(model: str, device: str, transfer: str, repeats: int, vocabula
                 count += 1
                 return await driver.push("fsdp", "hf", WeightVersion(1, count))
 
+            free = free_memory()
             first, _ = await timed(push())
             await push()
+            taken = free - free_memory()
             pushes, phases, calls = [], [], []
             for _ in range(repeats):
                 milliseconds, report = await timed(push())
@@ -138,6 +170,7 @@ async def measure(model: str, device: str, transfer: str, repeats: int, vocabula
                 after.append(await gap(driver, vocabulary))
     return {
         "first_ms": first,
+        "device_memory_taken_by_updates": taken,
         "push_ms": pushes,
         "push_median_ms": statistics.median(pushes),
         "phases_median_ms": {name: statistics.median(row[name] for row in phases) for name in phases[0]},
@@ -176,6 +209,8 @@ def main() -> None:
         if device == "cuda":
             torch.cuda.empty_cache()
         copies = plain_copy(size, args.repeats)
+        torch.cuda.empty_cache()
+        parts = device_part(folder, args.repeats)
         result |= {
             "model_bytes": size,
             "plain_copy_ms": copies,
@@ -185,6 +220,15 @@ def main() -> None:
             torch.cuda.empty_cache()
         for transfer in args.transfers.split(","):
             result[transfer] = asyncio.run(measure(folder, device, transfer, args.repeats, vocabulary))
+    if device == "cuda":
+        plain = statistics.median(copies)
+        result["ratios"] = {
+            "device_part_to_plain_copy": statistics.median(parts) / plain,
+            **{
+                f"{name}_push_to_plain_copy": result[name]["push_median_ms"] / plain
+                for name in args.transfers.split(",")
+            },
+        }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps({key: value for key, value in result.items() if key != "plain_copy_ms"}, indent=1))
