@@ -110,7 +110,8 @@ def table(document):
     ]
     for part in ("timing", "learning"):
         found = document[part]
-        lines += ["", f"| {part}, {found['steps_measured']} steps of each | powertrain | TRL | TRL / powertrain (least to most) |"]
+        heading = f"{part}, {found['steps_measured']} steps of each"
+        lines += ["", f"| {heading} | powertrain | TRL | TRL / powertrain (least to most) |"]
         lines += ["|---|---|---|---|"]
         for key, label in zip(TIMES, ("seconds of a step", "CPU seconds", "generation, s", "training, s"), strict=True):
             ours, theirs = (found[side][f"{key}_median"] for side in ("ours", "trl"))
