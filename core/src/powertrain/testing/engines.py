@@ -17,6 +17,7 @@ from powertrain.testing.suite import Suite
 if TYPE_CHECKING:
     from powertrain.interfaces.infer import InferEngine
     from powertrain.interfaces.train import TrainEngine
+    from powertrain.weights import Entry
 
 FIRST: Final = "1.1"
 """Version with which an inference engine begins."""
@@ -134,3 +135,13 @@ def apart(one: Any, other: Any) -> float:
 def one_by_one(pairs: Sequence[tuple[list[int], list[int]]], **more: Any) -> TrainBatch:
     """Return a plain batch of (prompt, completion) pairs."""
     return TrainBatch.from_sequences([p for p, _ in pairs], [c for _, c in pairs], **more)
+
+
+def times_held(entry: Entry) -> list[int]:
+    """Return for each element of a tensor how many of the entry's boxes hold it."""
+    import numpy as np
+
+    count = np.zeros(entry.shape, np.int64)
+    for box in entry.boxes:
+        count[tuple(slice(s, s + n) for s, n in zip(box.start, box.size, strict=True))] += 1
+    return [int(number) for number in count.flat]
