@@ -48,6 +48,9 @@ def sevens(record, text, tokens):
 def unknown_name(record, text, tokens):
     return len(record["answer"])
 
+def nothing(record, text, tokens):
+    pass
+
 def hangs(record, text, tokens):
     time.sleep(3600)
 """

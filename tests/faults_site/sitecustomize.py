@@ -2,8 +2,8 @@
 
 FAULTS is a list in JSON: `who` (a worker's name, or "driver"), `at` ("module:function" or "module:Class.method"),
 `call` (which call of it in that process, from 1), `when` ("before" or "after") and `do`:
-kill: SIGKILL of this very process; torn: half of the arguments' metrics line, then the same; wait: nothing more until
-the process is ended from outside; raise: an error; fill: the file system of the folder `disk` has no room from now on,
+kill: SIGKILL of this very process; torn: half of the arguments' metrics line, then the same; linger: a second in which
+the test may do something, then the process goes on; fill: the file system of the folder `disk` has no room from now on,
 and the process goes on. FAULTS_TOLD is a file to which every process adds who it is and
 which fault it met.
 """
@@ -49,11 +49,10 @@ def strike(fault, args):
             stream.write(json.dumps({"step": step, "loss": 0.25})[:-4])
     if fault["do"] in ("kill", "torn"):
         os.kill(os.getpid(), signal.SIGKILL)
-    while fault["do"] == "wait":
-        time.sleep(0.02)
+    if fault["do"] == "linger":
+        time.sleep(1.0)
     if fault["do"] == "fill":
-        return fill(fault["disk"])
-    raise RuntimeError("a fault of the test")
+        fill(fault["disk"])
 
 
 def wrapped(function, fault):
