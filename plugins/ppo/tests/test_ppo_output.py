@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from powertrain.errors import CheckpointError, ConfigError
-from powertrain_ppo.export import plot, verify_export
+from powertrain_ppo.export import name_base, plot, verify_export
 from powertrain_ppo.progress import Progress
 from powertrain_ppo.prompts import Prompts
 
@@ -144,3 +144,15 @@ def test_recipe_and_hooks_import_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["False"]
+
+
+def test_exported_adapter_names_its_base_as_the_configuration_does(tmp_path):
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({"r": 2, "base_model_name_or_path": "/some/cache/folder"}))
+    name_base(tmp_path, "owner/model")
+    assert json.loads(file.read_text()) == {"r": 2, "base_model_name_or_path": "owner/model"}
+
+
+def test_exported_model_has_no_base_to_name(tmp_path):
+    name_base(tmp_path, "owner/model")
+    assert list(tmp_path.iterdir()) == []

@@ -104,6 +104,30 @@ async def test_hanging_async_reward_ends_in_an_error():
         await reward(function, deadline=0.05)(CALLS)
 
 
+async def test_async_reward_that_blocks_its_thread_ends_in_an_error():
+    release = threading.Event()
+
+    async def function(record, text, tokens):
+        release.wait()
+
+    with pytest.raises(RewardError, match=r"blocked its thread and gave no answer within 0\.05 s.*question 0"):
+        await reward(function, deadline=0.05)(CALLS)
+    release.set()
+
+
+async def test_async_rewards_of_all_batches_share_one_loop():
+    loops = set()
+
+    async def function(record, text, tokens):
+        loops.add(asyncio.get_running_loop())
+        return 0
+
+    judge = reward(function)
+    await judge(CALLS)
+    await judge(CALLS)
+    assert len(loops) == 1
+
+
 def test_function_is_found_in_a_file(tmp_path):
     (tmp_path / "mine.py").write_text("def good(record, text, tokens):\n    return 1.0\n")
     assert load_function("mine.py:good", what="reward", path=lambda text: tmp_path / text)({}, "", []) == 1.0

@@ -188,3 +188,18 @@ def test_renamed_checkpoint_is_told(tmp_path):
     save_state(tmp_path, step=7, options={spec.name: spec.default for spec in OPTIONS}, seed=3)
     with pytest.raises(CheckpointError, match="is that of step 7"):
         read_state(tmp_path, step=8)
+
+
+def test_no_single_bit_of_the_state_may_change(tmp_path):
+    save_state(tmp_path, step=7, options={spec.name: spec.default for spec in OPTIONS}, seed=3)
+    file = tmp_path / "recipe.json"
+    whole = file.read_bytes()
+    passed = []
+    for bit in range(len(whole) * 8):
+        file.write_bytes(whole[: bit // 8] + bytes([whole[bit // 8] ^ 1 << bit % 8]) + whole[bit // 8 + 1 :])
+        try:
+            read_state(tmp_path, step=7)
+            passed.append(bit)
+        except CheckpointError:
+            continue
+    assert passed == []

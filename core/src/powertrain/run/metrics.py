@@ -41,7 +41,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
             int(row["step"])
         except (ValueError, TypeError, KeyError) as exc:
-            message = f"line {number} of {path} is not a step's metrics: {line[:80]!r}"
+            message = f"line {number} of {path} is not a step's metrics; take it out: {line[:80]!r}"
             raise CheckpointError(message) from exc
         rows.append(row)
     return rows

@@ -48,7 +48,8 @@ class VersionCounter:
         try:
             last = WeightVersion.parse(text)
         except ConfigError as exc:
-            message = f"{self._file} holds {text!r} in place of a weight version; restore or delete the run folder"
+            way_out = "write the highest one of metrics.jsonl into it"
+            message = f"{self._file} holds {text!r} in place of a weight version such as 2.17; {way_out}"
             raise CheckpointError(message) from exc
         self._last = self._reserved(WeightVersion(last.incarnation + 1, last.counter))
 

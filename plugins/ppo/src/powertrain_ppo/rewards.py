@@ -23,9 +23,9 @@ class RewardError(PowertrainError, RuntimeError):
 class Reward:
     """A reward function by name.
 
-    A plain function is called in one extra thread, one completion after the other; async ones run together, at most
-    `parallel` at once. A call that outlives `deadline` seconds ends the run with an error; a plain function cannot be
-    stopped then, its thread dies with the process.
+    A plain function is called in one extra thread, one completion after the other; async ones run together in an event
+    loop on such a thread, at most `parallel` at once. A call that outlives `deadline` seconds ends the run with an
+    error; one that blocks its thread cannot be stopped then, the thread dies with the process.
     """
 
     def __init__(self, function: Callable[..., Any], name: str, *, deadline: float, parallel: int) -> None:
@@ -33,6 +33,8 @@ class Reward:
         self.name = name
         self.deadline = deadline
         self.parallel = parallel
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._begun: Call = ({}, "", ())
 
     async def __call__(self, calls: Sequence[Call]) -> list[float]:
         """Return one finite float for each call, in order; RewardError otherwise."""
@@ -42,10 +44,30 @@ class Reward:
         return await self._in_turn(calls)
 
     async def _together(self, calls: Sequence[Call]) -> list[float]:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="powertrain-reward", daemon=True).start()
+        pending = asyncio.run_coroutine_threadsafe(self._gathered(calls), self._loop)
+        done = asyncio.wrap_future(pending)
+        try:
+            while not done.done():
+                beat = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop))
+                await asyncio.wait({done, beat}, timeout=self.deadline, return_when=asyncio.FIRST_COMPLETED)
+                if not done.done() and not beat.done():  # a call blocks the loop, so that no timer of it can fire
+                    fault = f"blocked its thread and gave no answer within {self.deadline:g} s (reward_deadline)"
+                    message = f"reward {self.name!r} {fault} {_where(self._begun)}"
+                    raise RewardError(message)
+                await asyncio.wait({done}, timeout=min(1.0, self.deadline))
+            return done.result()
+        finally:
+            pending.cancel()
+
+    async def _gathered(self, calls: Sequence[Call]) -> list[float]:
         room = asyncio.Semaphore(self.parallel)
 
         async def one(call: Call) -> float:
             async with room:
+                self._begun = call
                 return await self._awaited(self.function(*call), call)
 
         tasks = [asyncio.ensure_future(one(call)) for call in calls]
