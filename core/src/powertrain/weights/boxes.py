@@ -55,8 +55,14 @@ class Entry:
     """One tensor by its canonical HF name.
 
     dtype: torch's name ("bfloat16"). shape: of the whole tensor. boxes: what this rank holds of it, disjoint; empty
-    when another rank holds all. accepts: other dtypes that a sink casts from by itself. frozen: a sink's tensor that
+    when another rank holds all. accepts: other dtypes that a sink converts from by itself. frozen: a sink's tensor that
     needs no update when the sender does not have it.
+
+    transform: what the sink does to arriving values beside a plain cast, by a name of its own ("fp8_block"). One name
+    has a meaning here: "transpose", for a tensor that the sink sees with its dimensions in reverse order; ranges arrive
+    as the sender counts them. (A tensor that only lies transposed in memory needs none: that is a box's stride.)
+    scales: what the transform makes beside this tensor, named by the last part ("weight_scale_inv"): tensors that must
+    arrive when this one arrives as `dtype`, and must not when it is converted.
     """
 
     name: str
@@ -65,6 +71,8 @@ class Entry:
     boxes: tuple[Box, ...]
     accepts: tuple[str, ...] = ()
     frozen: bool = False
+    transform: str = ""
+    scales: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_SIZE:
