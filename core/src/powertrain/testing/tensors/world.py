@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -148,6 +148,11 @@ class Sink(BoxSink):
         return found
 
 
+def values(weights: Source | Sink) -> dict[str, Any]:
+    """Return what a rank holds, without the unused elements, in float32."""
+    return {name: tensor[3:].float() for name, tensor in weights.tensors().items()}
+
+
 class Rank:
     """One rank's weights and endpoints, as a host keeps them, on a thread of its own."""
 
@@ -194,6 +199,8 @@ class Handle:
 
     async def call(self, method: str, *args: Any, deadline: float) -> list[Any]:
         """Call all ranks at once; DeadlineError names the engine."""
+        if method == "series":
+            return await self._series(args, deadline)
         self.events.append((self.name, method, args))
         loop = asyncio.get_running_loop()
         calls = [loop.run_in_executor(rank.thread, rank.call, method, args) for rank in self.ranks]
@@ -208,6 +215,20 @@ class Handle:
             self.version = args[0]
         self.events.append((self.name, f"ended {method}", args))
         return [call.result() for call in calls]
+
+    async def _series(self, commands: Sequence[Any], deadline: float) -> list[Any]:
+        """Run commands one after another; an error says in `during` which one it came from."""
+        answers: list[list[tuple[float, Any]]] = [[] for _ in self.ranks]
+        for method, args in commands:
+            begun = time.perf_counter()
+            try:
+                found = await self.call(method, *args, deadline=deadline)
+            except PowertrainError as exc:
+                exc.during = method
+                raise
+            for rank, answer in zip(answers, found, strict=True):
+                rank.append((time.perf_counter() - begun, answer))
+        return answers
 
 
 class World:
@@ -240,6 +261,15 @@ class World:
         """Let all ranks of the trainer take a step."""
         for rank in self.source.ranks:
             rank.weights.train()  # type: ignore[union-attr]
+
+    def send_bfloat16(self) -> None:
+        """Let the trainer, of one rank, hold its weights in bfloat16."""
+        import dataclasses
+
+        weights: Any = self.source.ranks[0].weights
+        weights._storages = {name: tensor.bfloat16() for name, tensor in weights._storages.items()}
+        entries = [dataclasses.replace(entry, dtype="bfloat16") for entry in weights._manifest]
+        weights._manifest = dataclasses.replace(weights._manifest, entries=tuple(entries))
 
     def close(self) -> None:
         """End all ranks."""
