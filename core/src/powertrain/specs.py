@@ -105,13 +105,17 @@ class BackendSpec(Spec):
     axes: letters of `STANDARD_AXES` or own `AxisSpec`s, in the order in which ranks are numbered, slowest first
     (`("p", "d", "c", "t")` makes t the fastest). For an infer backend `d` counts instances.
     environment: "module:function" called as f(options, spec) before a worker
-    starts, torch-free, returning the variables that the backend needs. capabilities: graded support by name.
+    starts, torch-free, returning the variables that the backend needs. manifest: "module:function" called as
+    f(config, part), torch-free, with a model's config.json (its `dtype` the run's) and a part of a layout, returning
+    the `EngineManifest` of one instance as the running engine will give it; "" where only that can tell.
+    capabilities: graded support by name.
     """
 
     role: str
     engine: str
     axes: tuple[str | AxisSpec, ...] = ("d",)
     environment: str = ""
+    manifest: str = ""
     capabilities: Mapping[str, Support] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

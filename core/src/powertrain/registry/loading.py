@@ -15,7 +15,7 @@ from powertrain.registry.discovery import PluginInfo
 from powertrain.specs import API_VERSION, Spec
 
 SPECS: Final[dict[str, tuple[type[Spec], tuple[str, ...]]]] = {
-    "backend": (specs.BackendSpec, ("engine", "environment")),
+    "backend": (specs.BackendSpec, ("engine", "environment", "manifest")),
     "transfer": (specs.TransferSpec, ("driver", "source", "sink")),
     "launcher": (specs.LauncherSpec, ("launcher",)),
     "recipe": (specs.RecipeSpec, ("recipe",)),
@@ -111,8 +111,11 @@ def _check_api(info: PluginInfo, api: Any) -> None:
 
 
 def load_reference(info: PluginInfo, spec: Spec, field: str) -> Any:
-    """Import what `spec`'s field names as "module:Attribute"; EngineNotReadyError for a planned one."""
-    if spec.status == "planned":
+    """Import what `spec`'s field names as "module:Attribute"; EngineNotReadyError for a planned one.
+
+    A static manifest needs no engine.
+    """
+    if spec.status == "planned" and field != "manifest":
         lack = "has no engine for it" if info.kind == "backend" else "does not bring it"
         cause = f"it is described so that config strings can be explained, but this release {lack} yet"
         raise fail(info, "not-ready", cause, EngineNotReadyError)

@@ -13,14 +13,12 @@ from powertrain.errors import StateError, TransferError, UnfitError
 from powertrain.interfaces.weights import WeightSink
 from powertrain.tensors.copies import CopyProgram
 from powertrain.weights import Box, Entry, Manifest
+from powertrain.weights.boxes import FLOATS
 from powertrain.weights.ranges import Range, left_of, overlap
 
 if TYPE_CHECKING:
     from powertrain.interfaces.weights import Piece, WeightSource
     from powertrain.weights import Update
-
-FLOATS = ("float64", "float32", "bfloat16", "float16")
-"""Dtypes between which a sink casts by itself."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:

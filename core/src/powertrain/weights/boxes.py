@@ -21,6 +21,8 @@ _DTYPES: Final = {
 }
 ITEM_SIZE: Final[Mapping[str, int]] = {name: size for size, names in _DTYPES.items() for name in names}
 """Bytes of one element by torch's dtype name."""
+FLOATS: Final = ("float64", "float32", "bfloat16", "float16")
+"""Dtypes between which core's own sinks cast by themselves."""
 
 
 @record(kw_only=False)

@@ -61,6 +61,7 @@ def powertrain_backend() -> BackendSpec:
         name="fsdp",
         role="train",
         engine="powertrain_fsdp.engine:FsdpEngine",
+        manifest="powertrain_fsdp.manifest:manifest",
         summary="torch FSDP2 data parallel training, gloo or NCCL",
         axes=("d",),
         options=OPTIONS,

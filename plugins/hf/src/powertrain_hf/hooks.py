@@ -40,6 +40,7 @@ def powertrain_backend() -> BackendSpec:
         name="hf",
         role="infer",
         engine="powertrain_hf.engine:HfEngine",
+        manifest="powertrain_hf.manifest:manifest",
         summary="transformers in this process, CPU or GPU; one card an instance",
         axes=("d",),
         options=OPTIONS,
