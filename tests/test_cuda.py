@@ -28,6 +28,7 @@ import torch
 from powertrain import open_engine
 from powertrain.devices import VISIBLE_VARIABLE, count_cards, resolve_device
 from powertrain.env import check_determinism, determinism_variables
+from powertrain.errors import TransferError
 from powertrain.interfaces.build import EngineSpec, HeadSpec, LoraSpec, OptimSpec, RankSpec
 from powertrain.interfaces.data import GenerateRequest, LossSpec, SamplingParams, TrainBatch
 from powertrain.layout import parse_layout
@@ -414,7 +415,7 @@ async def test_workers_share_the_card_and_have_determinism_from_their_start(
         after = await mismatch_of(driver, requests)
         started = worker_environments()
         assert tokens_of(await driver.infer["hf"].generate_batch(requests)) != first
-    assert report.transfer == "shm"
+    assert report.transfer == "ipc"
     assert report.bytes > 4 * 512 * 128
     assert max(before.max(), after.max()) < 1e-5 < stale.max()
     told = json.loads((tmp_path / "told.json").read_text())
@@ -434,7 +435,30 @@ async def test_workers_share_the_card_and_have_determinism_from_their_start(
     assert "RANK" not in started["hf-r0"]
     record_property("environment_in_worker", told["started_with"])
     gaps = {"before": before.max(), "stale": stale.max(), "after": after.max()}
-    record_property("mismatch_over_shm", {name: float(gap) for name, gap in gaps.items()})
+    record_property("mismatch_over_ipc", {name: float(gap) for name, gap in gaps.items()})
+
+
+async def test_a_trainer_whose_memory_is_mapped_gives_it_back(half_billion, tmp_path, record_property):
+    requests = requests_of(32000, count=2, n=1, max_tokens=8)
+    driver = make_driver(half_billion, tmp_path, inline="never", dtype="bfloat16", train={"optim": None})
+    async with driver:
+        train, free = driver.train["fsdp"], [torch.cuda.mem_get_info()[0]]
+        report = await driver.push("fsdp", "hf", WeightVersion(1, 1))
+        await train.offload()
+        free.append(torch.cuda.mem_get_info()[0])
+        with pytest.raises(TransferError, match=r"is not on a card.*every engine kept its old version"):
+            await driver.push("fsdp", "hf", WeightVersion(1, 2))
+        await train.onload()
+        await driver.push("fsdp", "hf", WeightVersion(1, 3))
+        gaps = await mismatch_of(driver, requests)
+        await driver.infer["hf"].release_memory()
+        await driver.infer["hf"].resume_memory()  # the sink's storages have moved: its copies are worked out again
+        await driver.push("fsdp", "hf", WeightVersion(1, 4))
+        gaps_after = await mismatch_of(driver, requests)
+    assert report.transfer == "ipc"
+    assert free[1] - free[0] > 0.8 * report.bytes
+    assert max(gaps.max(), gaps_after.max()) < 0.25
+    record_property("bytes_given_back", free[1] - free[0])
 
 
 # ---- sharding on NCCL

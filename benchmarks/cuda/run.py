@@ -1,4 +1,4 @@
-"""Run tests/test_cuda.py and write down what it found: outcome, time and facts of each test, on which card.
+"""Run tests/test_cuda*.py and write down what it found: outcome, time and facts of each test, on which card.
 
     python benchmarks/cuda/run.py [benchmarks/results/cuda_h200.json] [pytest's own arguments]
 
@@ -46,7 +46,7 @@ def main():
     words = sys.argv[1:]
     target = Path(words.pop(0)) if words and words[0].endswith(".json") else RESULT
     recorder, begun = Recorder(), datetime.datetime.now(datetime.UTC)
-    status = pytest.main(["-rs", "--durations=0", str(ROOT / "tests" / "test_cuda.py"), *words], plugins=[recorder])
+    status = pytest.main(["-rs", "--durations=0", *map(str, sorted((ROOT / "tests").glob("test_cuda*.py"))), *words], plugins=[recorder])
     seconds = (datetime.datetime.now(datetime.UTC) - begun).total_seconds()
     has_card = torch.cuda.is_available()
     result = {
