@@ -46,7 +46,9 @@ def main():
     words = sys.argv[1:]
     target = Path(words.pop(0)) if words and words[0].endswith(".json") else RESULT
     recorder, begun = Recorder(), datetime.datetime.now(datetime.UTC)
-    status = pytest.main(["-rs", "--durations=0", *map(str, sorted((ROOT / "tests").glob("test_cuda*.py"))), *words], plugins=[recorder])
+    status = pytest.main(
+        ["-rs", "--durations=0", *map(str, sorted((ROOT / "tests").glob("test_cuda*.py"))), *words], plugins=[recorder]
+    )
     seconds = (datetime.datetime.now(datetime.UTC) - begun).total_seconds()
     has_card = torch.cuda.is_available()
     result = {
