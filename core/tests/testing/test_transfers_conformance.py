@@ -1,4 +1,4 @@
-"""The transfers `local` and `shm` keep what the suite asks of a transfer."""
+"""The transfers `local`, `shm` and `disk` keep what the suite asks of a transfer."""
 
 from powertrain.testing import TransferSuite
 
@@ -9,3 +9,7 @@ class TestLocal(TransferSuite):
 
 class TestShm(TransferSuite):
     transfer = "shm"
+
+
+class TestDisk(TransferSuite):
+    transfer = "disk"

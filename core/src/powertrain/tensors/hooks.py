@@ -7,6 +7,13 @@ from powertrain.options import OptionSpec
 from powertrain.specs import TransferSpec
 
 _INSTALL = "pip install 'powertrain[torch]'"
+VERIFY = OptionSpec(
+    name="verify",
+    type="int",
+    default=0,
+    minimum=0,
+    help="Compare checksums of names and values on both sides in every Nth update, before it is published; 0: in none.",
+)
 
 LOCAL = TransferSpec(
     name="local",
@@ -29,6 +36,7 @@ LOCAL = TransferSpec(
             default=False,
             help="Set by the recipe: no request is ever in flight while the trainer steps.",
         ),
+        VERIFY,
     ),
     requires=("torch",),
     install=_INSTALL,
@@ -55,6 +63,7 @@ SHM = TransferSpec(
             default=None,
             help="Folder in memory for the staging area; by default /dev/shm, else the temporary folder.",
         ),
+        VERIFY,
     ),
     requires=("torch",),
     install=_INSTALL,
@@ -83,24 +92,52 @@ IPC = TransferSpec(
 )
 
 
-PLANNED = tuple(
-    TransferSpec(
-        name=name,
-        driver=f"powertrain.tensors.{name}:Driver",
-        source=f"powertrain.tensors.{name}:Source",
-        sink=f"powertrain.tensors.{name}:Sink",
-        reach=reach,
-        summary=summary,
-        status="planned",
-    )
-    for name, reach, summary in (
-        ("p2p", ("network", "host"), "rank to rank by the plan, over NCCL, HCCL or gloo"),
-        ("disk", ("network", "host", "process"), "safetensors on a file system that both sides see"),
-    )
+DISK = TransferSpec(
+    name="disk",
+    driver="powertrain.tensors.disk:DiskTransfer",
+    source="powertrain.tensors.disk:DiskSource",
+    sink="powertrain.tensors.disk:DiskSink",
+    reach=("network", "host", "process"),
+    rank=60,
+    summary="safetensors files with checksums, in a folder that both sides see",
+    options=(
+        OptionSpec(
+            name="folder",
+            default=None,
+            help="Folder that the trainer and every engine see; by default the temporary one, for a single host.",
+        ),
+        OptionSpec(
+            name="keep",
+            type="int",
+            default=1,
+            minimum=0,
+            help="Older versions that stay beside the one being written; after the run so many stay in `folder`.",
+        ),
+        OptionSpec(
+            name="bucket_mb",
+            type="int",
+            default=1024,
+            minimum=1,
+            help="Most MiB of a tensor that are one block: what a rank holds of it in memory, with one checksum.",
+        ),
+        VERIFY,
+    ),
+    requires=("torch",),
+    install=_INSTALL,
+)
+
+P2P = TransferSpec(
+    name="p2p",
+    driver="powertrain.tensors.p2p:Driver",
+    source="powertrain.tensors.p2p:Source",
+    sink="powertrain.tensors.p2p:Sink",
+    reach=("network", "host"),
+    summary="rank to rank by the plan, over NCCL, HCCL or gloo",
+    status="planned",
 )
 
 
 @hookimpl
 def powertrain_transfer() -> list[TransferSpec]:
     """Describe all transfers of core."""
-    return [LOCAL, SHM, IPC, *PLANNED]
+    return [LOCAL, SHM, IPC, DISK, P2P]

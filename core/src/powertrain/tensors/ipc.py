@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from powertrain.errors import TransferError
-from powertrain.interfaces.transfer import Endpoint, Loads
+from powertrain.interfaces.transfer import Loads
 from powertrain.interfaces.weights import Piece
 from powertrain.tensors import cuda_ipc
 from powertrain.tensors.planned import PlannedTransfer
 from powertrain.tensors.shm import ShmTransfer
 from powertrain.tensors.sink import BoxSink, Prepared, block_view
 from powertrain.tensors.turns import Turn, await_turn
+from powertrain.tensors.verify import Checked
 from powertrain.weights.transaction import together
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def card() -> str:
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
-class IpcSource(Endpoint):
+class IpcSource(Checked):
     """A training rank's half."""
 
     def __init__(self, weights: WeightSource, place: RankSpec) -> None:
@@ -114,7 +115,7 @@ class _Session:
     prepared: Prepared | None = None
 
 
-class IpcSink(Endpoint):
+class IpcSink(Checked):
     """An inference rank's half."""
 
     def __init__(self, weights: WeightSink, place: RankSpec) -> None:
@@ -214,7 +215,7 @@ class IpcTransfer(PlannedTransfer):
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         super().__init__(name, options)
         self._keep_open = bool(options.get("keep_open", True))
-        self._staged = ShmTransfer("shm", options)
+        self._staged = ShmTransfer("shm", {**options, "verify": 0})  # this one verifies all
         self._opened: _Opened | None = None
         self._number = 0
 
@@ -230,18 +231,21 @@ class IpcTransfer(PlannedTransfer):
         if opened is None or opened.plan is not plan or opened.sinks != [sink.name for sink in self.sinks]:
             self._forget()
             opened = self._opened = await self._open(plan, deadline)
-        return None if opened.rest else Loads([self._load(deadline)] * len(self.sinks), [self._confirm(deadline)])
+        if opened.rest or self._due(update):
+            return None
+        return Loads([self._load(deadline)] * len(self.sinks), [self._confirm(deadline)])
 
     async def move(self, plan: TransferPlan, update: Update, meter: Any, *, deadline: float) -> None:
         """Bring what lies on other cards by shared memory, then let every sink copy the rest at once."""
         assert self._opened is not None
-        assert self._opened.rest is not None
-        await self._staged.move(self._opened.rest, update, meter, deadline=deadline)
+        if self._opened.rest:
+            await self._staged.move(self._opened.rest, update, meter, deadline=deadline)
         with meter.phase("load"):
             method, args = self._load(deadline)
             loads = [sink.call(method, *args, deadline=deadline) for sink in self.sinks]
             answers = await together([self._confirm(deadline), *loads])
             meter.bytes += sum(sum(answer) for answer in answers[1:])
+        await self._verify(plan, update, meter, deadline=deadline)
 
     def _load(self, deadline: float) -> Command:
         self._number += 1

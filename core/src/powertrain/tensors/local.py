@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from powertrain.errors import ConfigError, TransferError
-from powertrain.interfaces.transfer import Endpoint, Loads
+from powertrain.interfaces.transfer import Loads
 from powertrain.interfaces.weights import Piece
 from powertrain.tensors.planned import PlannedTransfer
 from powertrain.tensors.sink import BoxSink, block_view
+from powertrain.tensors.verify import Checked
 
 if TYPE_CHECKING:
     from powertrain.interfaces.build import RankSpec
@@ -27,7 +28,7 @@ _offered: dict[str, WeightSource] = {}
 _lock = threading.Lock()
 
 
-class LocalSource(Endpoint):
+class LocalSource(Checked):
     """Offers its source to the sinks of this process."""
 
     def __init__(self, weights: WeightSource, place: RankSpec) -> None:
@@ -53,7 +54,7 @@ class LocalSource(Endpoint):
             self.release(session)
 
 
-class LocalSink(Endpoint):
+class LocalSink(Checked):
     """Takes weights from a source of this process."""
 
     def __init__(self, weights: WeightSink, place: RankSpec) -> None:
@@ -104,7 +105,7 @@ class LocalTransfer(PlannedTransfer):
             raise ConfigError(message)
         self._share = share if synchronous else "no"
 
-    async def gather(self, plan: TransferPlan, update: Update, *, deadline: float) -> Loads:
+    async def gather(self, plan: TransferPlan, update: Update, *, deadline: float) -> Loads | None:
         """Offer the source; every sink shares or copies it whole, in one command."""
         self._check_kind(plan, update)
         if {block.rank for block in plan.blocks} - {0} or any(len(engine) != 1 for engine in plan.reads):
@@ -113,4 +114,4 @@ class LocalTransfer(PlannedTransfer):
         await self._call(self.source, "offer", deadline=deadline)
         share = self._share if plan.kind == "full" else "no"
         payloads = [{"session": self.session, "reads": reads[0], "share": share} for reads in plan.reads]
-        return Loads([("endpoint.call", (self.PLUGIN, "take", payload)) for payload in payloads])
+        return self._at_once(update, Loads([("endpoint.call", (self.PLUGIN, "take", payload)) for payload in payloads]))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from powertrain.errors import PowertrainError, TransferError
-from powertrain.interfaces.transfer import Transfer
+from powertrain.interfaces.transfer import Loads, Transfer
 from powertrain.weights import Manifest, TransferPlan, TransferReport, plan_transfer
 from powertrain.weights.transaction import together
 
@@ -29,6 +29,8 @@ class PlannedTransfer(Transfer):
         self.session = secrets.token_hex(4)
         self._made: tuple[list[list[Manifest]], TransferPlan] | None = None
         self._held: list[EngineHandle] = []
+        self._pushes = -1
+        self._loads: Loads | None = None
 
     @property
     def bucket_bytes(self) -> int:
@@ -51,6 +53,7 @@ class PlannedTransfer(Transfer):
 
     async def push(self, update: Update, *, deadline: float, pause_mode: str = "wait") -> TransferReport:
         """Run one update; see `Transfer.push`."""
+        self._pushes += 1
         held, self._held = self._held, []
         if self._made is not None and self._made[1].kind == update.kind:
             self._held = held
@@ -75,6 +78,49 @@ class PlannedTransfer(Transfer):
         return await handle.call(
             "endpoint.call", self.PLUGIN, op, {"session": self.session, **payload}, deadline=deadline
         )
+
+    def _due(self, update: Update) -> bool:
+        """Tell whether this update is to be verified: the first of every `verify`, of full weights."""
+        every = int(self.options.get("verify") or 0)
+        return every > 0 and self._pushes % every == 0 and update.kind == "full"
+
+    def _at_once(self, update: Update, loads: Loads) -> Loads | None:
+        """Return what `gather` returns for these loads: an update that is verified takes more than one command."""
+        self._loads = loads if self._due(update) else None
+        return None if self._loads else loads
+
+    async def move(self, plan: TransferPlan, update: Update, meter: Any, *, deadline: float) -> None:
+        """Run the loads that `_at_once` kept, and verify them."""
+        assert self._loads is not None
+        with meter.phase("load"):
+            calls = [
+                sink.call(method, *args, deadline=deadline)
+                for sink, (method, args) in zip(self.sinks, self._loads.commands, strict=True)
+            ]
+            answers = await together([*self._loads.beside, *calls])
+            meter.bytes += sum(sum(answer) for answer in answers[len(self._loads.beside) :])
+        await self._verify(plan, update, meter, deadline=deadline)
+
+    async def _verify(self, plan: TransferPlan, update: Update, meter: Any, *, deadline: float) -> None:
+        """Where it is due, compare what every sink rank holds by now with the trainer; the last act of `move`."""
+        if not self._due(update):
+            return
+        from powertrain.tensors.verify import Comparison
+
+        assert self._made is not None
+        with meter.phase("load"):
+            comparison = Comparison.of(plan, self._made[0])
+            calls = [self._call(self.source, "checksums", wanted=comparison.source, deadline=deadline)]
+            calls += [
+                self._call(sink, "checksums", wanted=wanted, deadline=deadline)
+                for sink, wanted in zip(self.sinks, comparison.sinks, strict=True)
+            ]
+            source, *sinks = await together(calls)
+            faults = [f"{self.sinks[e].name}: {what}" for e, what in comparison.faults(source, sinks)]
+            if faults:
+                more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+                message = f"weights differ from the trainer's after they were loaded: {'; '.join(faults[:3])}{more}"
+                raise TransferError(message, phase="load")
 
     def _check_kind(self, plan: TransferPlan, update: Update) -> None:
         if plan.kind != update.kind:

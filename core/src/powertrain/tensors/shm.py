@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from powertrain.errors import TransferError
-from powertrain.interfaces.transfer import Endpoint
 from powertrain.interfaces.weights import Piece
 from powertrain.tensors.planned import PlannedTransfer
 from powertrain.tensors.sink import block_view
+from powertrain.tensors.verify import Checked
 from powertrain.weights.boxes import ITEM_SIZE
 from powertrain.weights.transaction import together
 
@@ -128,7 +128,7 @@ class _Session:
     work: Mapping[int, Sequence[Any]]
 
 
-class _Sessions(Endpoint):
+class _Sessions(Checked):
     """What both sides share: sessions by name."""
 
     def __init__(self) -> None:
@@ -233,7 +233,7 @@ def default_folder() -> Path:
 
 
 class ShmTransfer(PlannedTransfer):
-    """Driver's half. Options: `bucket_mb` and `folder`."""
+    """Driver's half. Options: `bucket_mb`, `folder` and `verify`."""
 
     PLUGIN = "shm"
 
@@ -264,6 +264,7 @@ class ShmTransfer(PlannedTransfer):
             with meter.phase("wire" if k == 0 else "load"):
                 answers = await together(calls)
             meter.bytes += sum(answers[0]) if k < count else 0
+        await self._verify(plan, update, meter, deadline=deadline)
         self._opened = plan, names
 
     async def _open(self, plan: TransferPlan, deadline: float) -> None:

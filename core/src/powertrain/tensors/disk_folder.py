@@ -1,0 +1,122 @@
+"""The folder of one pair of the transfer `disk`: versions come by rename, old ones go, and the dead leave nothing."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Final, Self
+
+from powertrain.errors import TransferError
+
+PREFIX: Final = "powertrain-weights-"
+MANIFEST: Final = "manifest.json"
+_PARTIAL: Final = "partial-"
+_VERSION: Final = "version-"
+_OWNER: Final = "owner"
+
+
+def write_all(file: Any, data: bytes | memoryview) -> None:
+    """Write all of it to an unbuffered file, which may take less at a time."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
+def sync_folder(path: Path) -> None:
+    """Return once names in a folder are on disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Folder:
+    """One pair's folder, held by the trainer's rank 0, which has a file in it locked for as long as it lives."""
+
+    def __init__(self, path: Path, lock: int, keep: int, *, leave: bool) -> None:
+        self._path, self._lock, self._keep, self._leave = path, lock, keep, leave
+
+    @classmethod
+    def make(cls, session: str, folder: str | None, keep: int) -> Self:
+        """Make it in `folder`, by default the temporary one, and remove those whose owner is gone."""
+        parent = Path(folder) if folder else Path(tempfile.gettempdir())
+        path = parent / f"{PREFIX}{session}"
+        hidden = parent / f".{path.name}"
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            sweep(parent)
+            hidden.mkdir(mode=0o700)
+            lock = os.open(hidden / _OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            hidden.rename(path)  # only now may a sweep see it
+        except OSError as exc:
+            message = f"trainer rank 0 cannot make a folder for weights in {parent}: {exc.strerror or exc}"
+            raise TransferError(message, phase="gather") from exc
+        return cls(path, lock, keep, leave=folder is not None)
+
+    def begin(self, version: str) -> Path:
+        """Return an empty folder for a version that is about to be written; all but the last `keep` others go."""
+        self.discard()
+        self._prune(self._keep)
+        partial = self._path / f"{_PARTIAL}{version}"
+        try:
+            partial.mkdir(mode=0o700)
+        except OSError as exc:
+            message = f"trainer rank 0 cannot make {partial}: {exc.strerror or exc}"
+            raise TransferError(message, phase="gather") from exc
+        return partial
+
+    def seal(self, version: str, manifest: bytes) -> Path:
+        """Write the manifest, then give the version its name; returns its folder."""
+        partial, final = self._path / f"{_PARTIAL}{version}", self._path / f"{_VERSION}{version}"
+        with (partial / MANIFEST).open("xb", buffering=0) as file:
+            write_all(file, manifest)
+            os.fsync(file.fileno())
+        sync_folder(partial)
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        sync_folder(self._path)
+        return final
+
+    def discard(self) -> None:
+        """Remove what is not finished."""
+        for path in self._path.glob(f"{_PARTIAL}*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Leave the last `keep` versions where a folder was asked for, else nothing; may be called twice."""
+        if self._lock < 0:
+            return
+        self.discard()
+        if self._leave and self._keep:
+            self._prune(self._keep)
+        else:
+            shutil.rmtree(self._path, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = -1
+
+    def _prune(self, keep: int) -> None:
+        found = sorted(self._path.glob(f"{_VERSION}*"), key=lambda path: path.stat().st_mtime_ns)
+        for path in found[: len(found) - keep]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def sweep(parent: Path) -> None:
+    """Remove the folders of pairs that are gone: nobody holds their lock."""
+    for path in parent.glob(f"{PREFIX}*"):
+        try:
+            lock = os.open(path / _OWNER, os.O_RDWR)
+        except OSError:  # another user's, or removed by somebody else meanwhile
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+        except OSError:  # its owner lives
+            continue
+        finally:
+            os.close(lock)
