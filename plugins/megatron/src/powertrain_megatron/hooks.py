@@ -45,6 +45,7 @@ def powertrain_backend() -> BackendSpec:
         name="megatron",
         role="train",
         engine="powertrain_megatron.engine:MegatronEngine",
+        manifest="powertrain_megatron.manifest:manifest",
         summary="megatron-core training",
         axes=("p", "d", "c", "t", "e"),
         options=OPTIONS,

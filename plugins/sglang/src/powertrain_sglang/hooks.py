@@ -45,6 +45,7 @@ def powertrain_backend() -> BackendSpec:
         name="sglang",
         role="infer",
         engine="powertrain_sglang.engine:SglangEngine",
+        manifest="powertrain_sglang.manifest:manifest",
         summary="SGLang servers",
         axes=("d", "p", "t", "e"),
         options=OPTIONS,

@@ -42,6 +42,7 @@ def powertrain_backend() -> BackendSpec:
         name="vllm",
         role="infer",
         engine="powertrain_vllm.engine:VllmEngine",
+        manifest="powertrain_vllm.manifest:manifest",
         summary="vLLM servers",
         axes=("d", "p", "t", "e"),
         options=OPTIONS,
