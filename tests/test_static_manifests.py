@@ -10,7 +10,7 @@ import powertrain
 from powertrain.interfaces.build import OptimSpec
 from powertrain.layout import parse_layout
 from powertrain.registry import Registry
-from powertrain.weights.checkpoint import read_config
+from powertrain.tensors.checkpoint import read_config
 
 SIZES = {
     "vocab_size": 61,
@@ -111,7 +111,7 @@ def test_fsdp_in_shards(engine, kind, folder):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_names_and_shapes_are_those_of_the_checkpoint(kind, folder):
-    from powertrain.weights.checkpoint import parameters
+    from powertrain.tensors.checkpoint import parameters
 
     header = (Path(folder(kind)) / "model.safetensors").read_bytes()
     table = json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])

@@ -12,7 +12,7 @@ from carrying import iota, prove
 from powertrain.errors import ConfigError
 from powertrain.layout import parse_layout
 from powertrain.registry import Registry
-from powertrain.weights.checkpoint import parameters
+from powertrain.tensors.checkpoint import parameters
 from powertrain.weights.outline import outline
 
 SIZES = {"vocab_size": 150, "hidden_size": 8, "num_hidden_layers": 5, "intermediate_size": 24, "dtype": "int64"}

@@ -21,6 +21,7 @@ COMMANDS: Final = (
     ("resume", "powertrain.cli.resume", "go on with a run from its folder"),
     ("engines", "powertrain.cli.engines", "list what is installed: backends, transfers, launchers, recipes"),
     ("explain", "powertrain.cli.explain", "say what a config string means"),
+    ("plan", "powertrain.cli.plan", "say what an update of the weights will move, and how fast it can be"),
 )
 """Name, module and one line of help of every subcommand."""
 

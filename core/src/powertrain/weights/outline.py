@@ -175,6 +175,15 @@ class Outline:
             found.append(([engine for engine, own in enumerate(self.engines) if own == sink], table))
         return found
 
+    def sent(self) -> Counter[int]:
+        """Return bytes by source rank, each element once."""
+        table: Counter[int] = Counter()
+        for group in self.groups:
+            for piece in range(len(group.pieces)):
+                for rank, count in group.turns(piece):
+                    table[rank] += count * group.bytes(piece)
+        return table
+
     def pairs(self) -> dict[tuple[int, int, int], int]:
         """Return bytes by (source rank, sink engine, sink rank)."""
         return {(s, e, r): n for engines, table in self.tables() for e in engines for (s, r), n in table.items()}

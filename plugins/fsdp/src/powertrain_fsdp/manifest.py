@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from powertrain.weights.checkpoint import Maker, along, chunk, parameters
+from powertrain.tensors.checkpoint import Maker, along, chunk, parameters
 
 if TYPE_CHECKING:
     from powertrain.layout import Part

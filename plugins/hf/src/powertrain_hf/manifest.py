@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from powertrain.tensors.checkpoint import Maker, along, dtype_of, parameters
 from powertrain.weights.boxes import FLOATS
-from powertrain.weights.checkpoint import Maker, along, dtype_of, parameters
 
 if TYPE_CHECKING:
     from powertrain.layout import Part

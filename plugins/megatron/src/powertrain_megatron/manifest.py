@@ -14,8 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 from powertrain.errors import ConfigError
-from powertrain.weights.boxes import Box
-from powertrain.weights.checkpoint import (
+from powertrain.tensors.checkpoint import (
     EMBEDDING,
     HEAD,
     Maker,
@@ -26,6 +25,7 @@ from powertrain.weights.checkpoint import (
     parameters,
     tied,
 )
+from powertrain.weights.boxes import Box
 
 if TYPE_CHECKING:
     from powertrain.layout import Part

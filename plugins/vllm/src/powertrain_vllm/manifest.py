@@ -15,7 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
 from powertrain.errors import ConfigError
-from powertrain.weights.checkpoint import (
+from powertrain.tensors.checkpoint import (
     EMBEDDING,
     HEAD,
     Maker,
