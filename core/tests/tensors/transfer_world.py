@@ -9,6 +9,7 @@ import torch
 
 from powertrain.errors import PowertrainError, WorkerError
 from powertrain.interfaces.build import RankSpec
+from powertrain.tensors.disk import DiskSink, DiskSource
 from powertrain.tensors.ipc import IpcSink, IpcSource
 from powertrain.tensors.local import LocalSink, LocalSource
 from powertrain.tensors.shm import ShmSink, ShmSource
@@ -17,6 +18,7 @@ from powertrain.weights import Box, Entry, Manifest
 
 ENDPOINTS = {("local", "source"): LocalSource, ("local", "sink"): LocalSink}
 ENDPOINTS |= {("shm", "source"): ShmSource, ("shm", "sink"): ShmSink}
+ENDPOINTS |= {("disk", "source"): DiskSource, ("disk", "sink"): DiskSink}
 ENDPOINTS |= {("ipc", "source"): IpcSource, ("ipc", "sink"): IpcSink}
 SHAPES = {"embed": (10, 6), "norm": (6,), "scalar": ()}
 

@@ -67,7 +67,7 @@ def checksums(weights: WeightSource | WeightSink, wanted: Sequence[Wanted]) -> l
             else:
                 message = f"{name!r}{text(place)} is to be verified, and rank {weights.manifest().rank} has it nowhere"
                 raise TransferError(message, phase="load")
-            view = view.permute(*range(view.dim())[::turn])
+            view = view.permute(tuple(range(view.dim())[::turn]))
             sums.append(checksum(label, view.to(getattr(torch, dtype)) if dtype else view).cpu())
     return [int(one) for one in sums]
 
