@@ -83,6 +83,8 @@ def convert(spec: OptionSpec, value: Any) -> Any:
     except (ValueError, TypeError, KeyError) as exc:
         message = f"option {spec.name!r} needs a value of type {spec.type}, got {value!r}"
         raise ConfigError(message) from exc
+    if isinstance(value, bool):  # what YAML makes of a bare yes or no, where that is a choice
+        result = next((word for word in spec.choices if _BOOLEANS.get(str(word)) is value), result)
     # Of few words the nearest one says nothing more, and may mislead: `gpu` is nearer to `cpu` than to `cuda`.
     hint = nearest(str(result), map(str, spec.choices)) if len(spec.choices) > 3 else ""
     limits = {
@@ -104,7 +106,7 @@ def _integer(value: Any) -> int:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or math.isnan(number := float(value)):
+    if isinstance(value, bool) or not math.isfinite(number := float(value)):
         raise ValueError
     return number
 
