@@ -193,9 +193,10 @@ def main():
     parser.add_argument("--warmups", type=int, default=1, help="first steps of a pair that are not measured")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1])
     parser.add_argument("--steps", type=int, default=8, help="steps of each seed in the part `learning`")
+    parser.add_argument("--sweep", type=Path, default=SWEEP, help="result of sweep.py, whose best settings TRL gets")
     parser.add_argument("--output", type=Path, default=RESULT)
     args = parser.parse_args()
-    settings = {**json.loads(SWEEP.read_text())["best"]["settings"], "threads": args.threads}
+    settings = {**json.loads(args.sweep.read_text())["best"]["settings"], "threads": args.threads}
     begun = datetime.datetime.now()
     with tempfile.TemporaryDirectory() as folder:
         try:
