@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from powertrain.errors import ConfigError
-from powertrain.weights.boxes import Box
+from powertrain.weights.boxes import Box, Entry
 from powertrain.weights.patterns import EngineManifest, Held, Pattern, Tensor
 
 MODELS: Final = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
@@ -179,8 +179,8 @@ def along(shape: tuple[int, ...], axis: int, spans: Iterable[tuple[Sequence[int]
 class Maker:
     """Collects an engine's tensors. `held` that is the same object makes the same pattern, so callers keep it."""
 
-    def __init__(self, world: int, config: Mapping[str, Any], dtype: str = "", **facts: Any) -> None:
-        self._world, self._tied, self._dtype, self._facts = world, tied(config), dtype or dtype_of(config), facts
+    def __init__(self, world: int, config: Mapping[str, Any], dtype: str = "") -> None:
+        self._world, self._tied, self._dtype = world, tied(config), dtype or dtype_of(config)
         self._patterns: dict[tuple[Any, ...], Pattern] = {}
         self._tensors: list[Tensor] = []
 
@@ -189,8 +189,7 @@ class Maker:
         dtype = own.dtype or self._dtype
         key = dtype, own.shape, id(held)
         if key not in self._patterns:
-            more = self._facts | facts
-            self._patterns[key] = Pattern(dtype=dtype, shape=own.shape, held=held, **more)
+            self._patterns[key] = Pattern(Entry("", dtype, own.shape, (), **facts), held)
         self._tensors.append(Tensor(own.name, self._patterns[key], storage or own.name, base))
 
     def manifest(self) -> EngineManifest:

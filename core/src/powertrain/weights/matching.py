@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from powertrain.weights.boxes import ITEM_SIZE, Box
+from powertrain.weights.boxes import ITEM_SIZE, Box, Entry
 from powertrain.weights.names import match_names
 from powertrain.weights.patterns import EngineManifest, Pattern, Tensor
 
@@ -37,13 +37,13 @@ def matched(source: EngineManifest, sink: EngineManifest, problems: list[str]) -
             both = " and ".join(source.tensors[number].name for number in numbers_found)
             problems.append(f"{both} would both be written to {tensor.name}, which the receiver has tied")
         elif numbers_found:
-            sent = source.tensors[numbers_found[0]].pattern
-            problems += [f"{tensor.name} {fault}" for fault in _misfit(sent, tensor.pattern)]
+            sent = source.tensors[numbers_found[0]].pattern.entry
+            problems += [f"{tensor.name} {fault}" for fault in _misfit(sent, tensor.pattern.entry)]
             made.update(_scales(tensor, sent, found, problems))
     problems += [
         f"{tensor.name} is wanted by the receiver and not sent; freeze it or send it"
         for tensor in sink.tensors
-        if not (found[tensor.name] or tensor.pattern.frozen or tensor.name in made)
+        if not (found[tensor.name] or tensor.pattern.entry.frozen or tensor.name in made)
     ]
     unmatched = (name for name in match.unmatched if name in numbers and numbers[name] not in result)
     problems += [f"{name} is sent and the receiver has no such tensor" for name in unmatched]
@@ -51,9 +51,9 @@ def matched(source: EngineManifest, sink: EngineManifest, problems: list[str]) -
 
 
 def _whole(tensor: Tensor, world: int) -> Tensor:
-    shape = tensor.pattern.shape
+    shape = tensor.pattern.entry.shape
     box = Box((0,) * len(shape), shape, "", 0, (0,) * len(shape))
-    return Tensor(tensor.name, Pattern(dtype=tensor.pattern.dtype, shape=shape, held=((tuple(range(world)), (box,)),)))
+    return Tensor(tensor.name, Pattern(tensor.pattern.entry, ((tuple(range(world)), (box,)),)))
 
 
 def _names_of(sink: EngineManifest) -> Mapping[str, list[str]]:
@@ -65,7 +65,7 @@ def _names_of(sink: EngineManifest) -> Mapping[str, list[str]]:
     return names
 
 
-def _misfit(sent: Pattern, wanted: Pattern) -> Iterator[str]:
+def _misfit(sent: Entry, wanted: Entry) -> Iterator[str]:
     shape = sent.shape[::-1] if wanted.transform == "transpose" else sent.shape
     if shape != wanted.shape:
         turned = ", which it transposes" if shape != sent.shape else ""
@@ -78,10 +78,10 @@ def _misfit(sent: Pattern, wanted: Pattern) -> Iterator[str]:
             yield f"{said} and names no transform that makes its scales"
 
 
-def _scales(tensor: Tensor, sent: Pattern, found: Mapping[str, list[int]], problems: list[str]) -> list[str]:
+def _scales(tensor: Tensor, sent: Entry, found: Mapping[str, list[int]], problems: list[str]) -> list[str]:
     """Return the scales that the receiver makes itself; faults are those of scales that must or must not be sent."""
-    scales = [f"{tensor.name.rpartition('.')[0]}.{scale}" for scale in tensor.pattern.scales]
-    converted = sent.dtype != tensor.pattern.dtype
+    scales = [f"{tensor.name.rpartition('.')[0]}.{scale}" for scale in tensor.pattern.entry.scales]
+    converted = sent.dtype != tensor.pattern.entry.dtype
     for name in scales:
         if bool(found.get(name)) == converted:
             what = "sent, though the receiver makes it" if converted else "not sent, though it belongs to the values"

@@ -1,62 +1,48 @@
-"""Boxes of one rank that lie in the same memory: what is written there by one tensor is overwritten by another."""
+"""Boxes of one rank that lie in the same memory: what one tensor writes there is overwritten by another."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any
 
 from powertrain.weights.boxes import Box
 
-
-class _Span(NamedTuple):
-    """Elements of a storage: those at `first` plus any index times its stride, largest stride first."""
-
-    first: int
-    dims: tuple[tuple[int, int], ...]
-
-    @property
-    def last(self) -> int:
-        return self.first + sum((n - 1) * stride for stride, n in self.dims)
-
-    def halves(self) -> tuple[_Span, _Span] | None:
-        """Return both halves of the span, or None where no element between its first and last one is left out."""
-        (stride, n), rest = self.dims[0], self.dims[1:]
-        inner = _Span(self.first, rest).last + 1 - self.first
-        if stride <= inner and (not rest or _Span(self.first, rest).halves() is None):
-            return None
-        below = n // 2
-        cuts = ((self.first, below), (self.first + below * stride, n - below))
-        one, other = (_Span(at, ((stride, k), *rest) if k > 1 else rest or ((1, 1),)) for at, k in cuts)
-        return one, other
+Named = tuple[str, Box]
+"""A tensor's name and one of its boxes."""
 
 
-def _span(box: Box) -> _Span:
-    dims = sorted(((stride, n) for stride, n in zip(box.stride, box.size, strict=True) if n > 1), reverse=True)
-    return _Span(box.offset, tuple(dims) or ((1, 1),))
-
-
-def _meet(a: _Span, b: _Span) -> bool:
-    if a.last < b.first or b.last < a.first:
-        return False
-    if a.last - a.first < b.last - b.first:
-        a, b = b, a
-    halves = a.halves()
-    if halves is None and (halves := b.halves()) is None:
-        return True
-    other = b if a.halves() is not None else a
-    return any(_meet(half, other) for half in halves)
-
-
-def shared(boxes: Iterable[tuple[str, Box]]) -> Iterator[tuple[tuple[str, Box], tuple[str, Box]]]:
-    """Yield each two of the (tensor's name, box) pairs that have an element of a storage in common."""
-    storages: dict[str, list[tuple[_Span, tuple[str, Box]]]] = {}
+def shared(boxes: Iterable[Named]) -> Iterator[tuple[Named, Named]]:
+    """Yield each two that have an element of a storage in common."""
+    storages: dict[str, list[tuple[int, int, Named]]] = {}
     for name, box in boxes:
         if box.elements:
-            storages.setdefault(box.storage, []).append((_span(box), (name, box)))
-    for held in storages.values():
-        held.sort(key=lambda one: one[0])
-        open_: list[tuple[_Span, tuple[str, Box]]] = []
-        for span, named in held:
-            open_ = [other for other in open_ if other[0].last >= span.first]
-            yield from ((before, named) for other, before in open_ if _meet(other, span))
-            open_.append((span, named))
+            last = box.offset + sum((n - 1) * stride for n, stride in zip(box.size, box.stride, strict=True))
+            storages.setdefault(box.storage, []).append((box.offset, last, (name, box)))
+    for spans in storages.values():
+        before: list[tuple[int, Named]] = []
+        for first, last, named in sorted(spans, key=lambda span: span[:2]):
+            before = [one for one in before if one[0] >= first]
+            yield from ((other, named) for _, other in before if _meet(other[1], named[1]))
+            before.append((last, named))
+
+
+def _meet(one: Box, other: Box) -> bool:
+    """Compare the runs of neighbouring elements that two boxes are made of; their spans are known to overlap."""
+    import numpy as np
+
+    (starts, run), (others, length) = _runs(one), _runs(other)
+    before = np.searchsorted(others, starts + run) - 1  # the last of the others that begins before a run ends
+    return bool(((before >= 0) & (others[before] + length > starts)).any())
+
+
+def _runs(box: Box) -> tuple[Any, int]:
+    """Return where runs of neighbouring elements begin, in order, and how long each is."""
+    import numpy as np
+
+    starts, run = np.array([box.offset]), 1
+    for stride, n in sorted(zip(box.stride, box.size, strict=True)):
+        if stride == run:
+            run *= n
+        else:
+            starts = np.add.outer(starts, stride * np.arange(n)).reshape(-1)
+    return np.sort(starts), run

@@ -37,6 +37,11 @@ class Group:
     offsets: list[int] = field(default_factory=list)
     _reads: dict[int, dict[int, list[tuple[int, int, Range]]]] = field(default_factory=dict)
 
+    @property
+    def item(self) -> int:
+        """Bytes of one element, as it is sent."""
+        return ITEM_SIZE[self.pattern.entry.dtype]
+
     def own(self) -> None:
         """Find ranges that together are what the sender holds, each once, and who could send them."""
         places: dict[Range, list[tuple[int, Box]]] = {}
@@ -53,7 +58,7 @@ class Group:
     def gaps(self, pattern: Pattern) -> Iterator[Range]:
         """Yield what a receiver wants and nobody holds."""
         index = Index([place for place, _ in self.pieces])
-        for place in (place for _, places in pattern.ranges(sent=True) for place in places):
+        for place in (place for _, places in pattern.ranges() for place in places):
             parts = [part for _, part in index.common(place)]
             if sum(prod(size) for _, size in parts) < prod(place[1]):
                 yield from left_of(place, parts)
@@ -72,13 +77,18 @@ class Group:
         rounds, rest = divmod(self.tensors, len(turns))
         yield from ((rank, rounds + (turn < rest)) for turn, (rank, _) in enumerate(turns) if rounds or turn < rest)
 
+    def holder(self, piece: int, turn: int) -> tuple[int, Box]:
+        """Return the rank, and its box, that sends a piece of the tensor of that number."""
+        turns = self.holders[self.pieces[piece][1]]
+        return turns[turn % len(turns)]
+
     def bytes(self, piece: int) -> int:
         """Return the bytes of a piece."""
-        return prod(self.pieces[piece][0][1]) * ITEM_SIZE[self.pattern.dtype]
+        return prod(self.pieces[piece][0][1]) * self.item
 
     def cut(self, bucket_bytes: int) -> None:
         """Cut what is larger than a bucket, and lay the pieces out."""
-        most = bucket_bytes // ITEM_SIZE[self.pattern.dtype]
+        most = bucket_bytes // self.item
         self.pieces = [(part, number) for place, number in self.pieces for part in split(place, most)]
         self.offsets = [0]
         for piece in range(len(self.pieces)):
@@ -91,7 +101,7 @@ class Group:
             index = Index([place for place, _ in self.pieces])
             found: dict[int, list[tuple[int, int, Range]]] = defaultdict(list)
             for number, pattern in enumerate(self.wanted[sink]):
-                for ranks, places in pattern.ranges(sent=True):
+                for ranks, places in pattern.ranges():
                     parts = [(number, *part) for place in places for part in index.common(place)]
                     for rank in ranks:
                         found[rank] += parts
@@ -132,12 +142,11 @@ class Outline:
         own, place, made = self.source.tensors[tensor], self.places[tensor], []
         if place is not None:
             group, turn = place
-            for ((start, size), number), spot in zip(group.pieces, self.spots[tensor], strict=True):
-                turns = group.holders[number]
-                rank, held = turns[turn % len(turns)]
+            for piece, spot in enumerate(self.spots[tensor]):
+                (start, size), (rank, held) = group.pieces[piece][0], group.holder(piece, turn)
                 box = own.box(held)
                 where = (rank, box.storage, box.place(start), box.stride)
-                made.append(Block(own.name, group.pattern.dtype, start, size, *where, *spot))
+                made.append(Block(own.name, group.pattern.entry.dtype, start, size, *where, *spot))
         return made
 
     def reads(self, engine: int, rank: int, blocks: Mapping[int, list[Block]] | None = None) -> tuple[Read, ...]:
@@ -169,7 +178,7 @@ class Outline:
                 senders = [list(group.turns(piece)) for piece in range(len(group.pieces))]
                 for rank, parts in group.reads(sink).items():
                     for _, piece, (_, size) in parts:
-                        read = prod(size) * ITEM_SIZE[group.pattern.dtype]
+                        read = prod(size) * group.item
                         for source, count in senders[piece]:
                             table[source, rank] += count * read
             found.append(([engine for engine, own in enumerate(self.engines) if own == sink], table))
@@ -190,26 +199,17 @@ class Outline:
 
     def peaks(self) -> tuple[int, int]:
         """Return the most bytes of one bucket that one source rank puts into it, and that one sink rank reads."""
-        sent: Counter[tuple[int, int]] = Counter()
-        filled: Counter[tuple[int, Group, int]] = Counter()
-        for place, spots in zip(self.places, self.spots, strict=True):
-            if place is not None:
-                group, turn = place
-                for piece, (bucket, _) in enumerate(spots):
-                    turns = group.holders[group.pieces[piece][1]]
-                    sent[bucket, turns[turn % len(turns)][0]] += group.bytes(piece)
-                    filled[bucket, group, piece] += 1
+        put: Counter[tuple[int, int]] = Counter()
         taken: Counter[tuple[int, int, int]] = Counter()
-        for sink in range(len(self.distinct)):
-            by_piece: dict[tuple[Group, int], list[tuple[int, int]]] = defaultdict(list)
-            for group in self.groups:
-                for rank, parts in group.reads(sink).items():
-                    for _, piece, (_, size) in parts:
-                        by_piece[group, piece].append((rank, prod(size) * ITEM_SIZE[group.pattern.dtype]))
-            for (bucket, group, piece), count in filled.items():
-                for rank, read in by_piece[group, piece]:
-                    taken[bucket, sink, rank] += count * read
-        return max(sent.values(), default=0), max(taken.values(), default=0)
+        for place, spots in zip(self.places, self.spots, strict=True):
+            for group, turn in [place] if place else ():
+                for piece, (bucket, _) in enumerate(spots):
+                    put[bucket, group.holder(piece, turn)[0]] += group.bytes(piece)
+                for sink in range(len(self.distinct)):
+                    for rank, parts in group.reads(sink).items():
+                        for _, piece, (_, size) in parts:
+                            taken[spots[piece][0], sink, rank] += prod(size) * group.item
+        return max(put.values(), default=0), max(taken.values(), default=0)
 
 
 def outline(
@@ -298,7 +298,7 @@ def _check(
     for side, engine in (("source", source), *(("sink", sink) for sink in distinct)):
         for tensor in engine.tensors:
             if id(tensor.pattern) not in known:
-                known[id(tensor.pattern)] = tensor.pattern.faults(side)
+                known[id(tensor.pattern)] = list(tensor.pattern.faults(side))
             problems += [f"{tensor.name}{fault}" for fault in known[id(tensor.pattern)]]
     for own in [] if problems else names:
         for number, tensors in own.items():

@@ -7,54 +7,44 @@ plans are worked out once for each, and a single rank's `Manifest` is drawn from
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import prod
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from powertrain.interfaces.wire import record
 from powertrain.weights.boxes import Box, Entry, Manifest
 from powertrain.weights.ranges import Range, left_of, text, twice
 
-_MORE: Final = ("accepts", "frozen", "transform", "scales")
 Held = tuple[tuple[int, ...], tuple[Box, ...]]
 """Ranks, and the boxes that each of them holds. In a pattern, `Box.storage` follows on the tensor's own `storage`."""
 
 
-@record()
+@record(kw_only=False)
 class Pattern:
-    """How tensors of one dtype and shape lie over an engine's ranks; the other fields are those of `Entry`.
+    """How tensors of one dtype and shape lie over an engine's ranks; makers give equal tensors the same object.
 
-    held: ranks that hold nothing are left out. Makers give equal tensors the same object.
+    entry: all else that is said of them, without name and boxes. held: ranks that hold nothing are left out.
     """
 
-    dtype: str
-    shape: tuple[int, ...]
+    entry: Entry
     held: tuple[Held, ...]
-    accepts: tuple[str, ...] = ()
-    frozen: bool = False
-    transform: str = ""
-    scales: tuple[str, ...] = ()
 
-    def ranges(self, *, sent: bool = False) -> Iterator[tuple[tuple[int, ...], list[Range]]]:
-        """Yield ranks and the ranges that each holds; sent: as the sender counts them."""
-        turn = -1 if sent and self.transform == "transpose" else 1
+    def ranges(self) -> Iterator[tuple[tuple[int, ...], list[Range]]]:
+        """Yield ranks and the ranges that each holds, as the sender counts them."""
+        turn = -1 if self.entry.transform == "transpose" else 1
         for ranks, boxes in self.held:
             yield ranks, [(box.start[::turn], box.size[::turn]) for box in boxes if box.elements]
 
-    def faults(self, side: str) -> list[str]:
-        """Return what is wrong with the boxes themselves, each to be read behind the tensor's name. side: for words."""
-        whole: Range = ((0,) * len(self.shape), self.shape)
-        found = []
-        for ranks, boxes in self.held:
-            for box in boxes:
-                if not len(self.shape) == len(box.start) == len(box.size) == len(box.stride):
-                    return [f" has shape {list(self.shape)} and at {side} rank {ranks[0]} a box {list(box.size)} in it"]
-                beyond = [part for part in left_of((box.start, box.size), [whole]) if prod(part[1])]
-                where = f"of {side} rank {ranks[0]} lies outside of shape {list(self.shape)}"
-                found += [f"{text(part)} {where}" for part in beyond]
+    def faults(self, side: str) -> Iterator[str]:
+        """Yield what is wrong with the boxes themselves, each to be read behind the tensor's name. side: for words."""
+        shape = self.entry.shape
+        for (rank, *_), boxes in self.held:
             places = [(box.start, box.size) for box in boxes if box.elements]
-            found += [f"{text(part)} is held twice by {side} rank {ranks[0]}" for part in twice(places)]
-        return found
+            if other := [box for box in boxes if {*map(len, (box.start, box.size, box.stride))} != {len(shape)}]:
+                yield f" has shape {list(shape)} and at {side} rank {rank} a box {list(other[0].size)} in it"
+                return
+            for part in (part for place in places for part in left_of(place, [((0,) * len(shape), shape)])):
+                yield f"{text(part)} of {side} rank {rank} lies outside of shape {list(shape)}"
+            yield from (f"{text(part)} is held twice by {side} rank {rank}" for part in twice(places))
 
 
 class Tensor(NamedTuple):
@@ -86,10 +76,8 @@ class EngineManifest:
         """Return the manifest of one rank."""
         entries = []
         for tensor in self.tensors:
-            pattern = tensor.pattern
-            mine = [box for ranks, boxes in pattern.held if rank in ranks for box in boxes]
-            more: dict[str, Any] = {name: getattr(pattern, name) for name in _MORE}
-            entries.append(Entry(tensor.name, pattern.dtype, pattern.shape, tuple(map(tensor.box, mine)), **more))
+            mine = [tensor.box(box) for ranks, boxes in tensor.pattern.held if rank in ranks for box in boxes]
+            entries.append(replace(tensor.pattern.entry, name=tensor.name, boxes=tuple(mine)))
         return Manifest(rank, self.world, tuple(entries), self.tied, self.kind)
 
     @classmethod
@@ -107,12 +95,11 @@ class EngineManifest:
             for entry in one:
                 if entry.boxes and entry.name in held:
                     held[entry.name].setdefault(entry.boxes, []).append(number)
-        tensors: list[Tensor] = []
         made: dict[Pattern, Pattern] = {}
+        tensors = []
         for entry in manifests[0]:
             places = tuple((tuple(ranks), boxes) for boxes, ranks in held[entry.name].items())
-            facts: dict[str, Any] = {name: getattr(entry, name) for name in ("dtype", "shape", *_MORE)}
-            pattern = Pattern(held=places, **facts)
+            pattern = Pattern(replace(entry, name="", boxes=()), places)
             tensors.append(Tensor(entry.name, made.setdefault(pattern, pattern)))
         return cls(len(manifests), tensors, manifests[0].tied, manifests[0].kind)
 
