@@ -12,6 +12,7 @@ from powertrain.interfaces.build import RankSpec
 from powertrain.tensors.disk import DiskSink, DiskSource
 from powertrain.tensors.ipc import IpcSink, IpcSource
 from powertrain.tensors.local import LocalSink, LocalSource
+from powertrain.tensors.p2p import P2pSink, P2pSource
 from powertrain.tensors.shm import ShmSink, ShmSource
 from powertrain.tensors.sink import BoxSink, whole_manifest
 from powertrain.weights import Box, Entry, Manifest
@@ -19,6 +20,7 @@ from powertrain.weights import Box, Entry, Manifest
 ENDPOINTS = {("local", "source"): LocalSource, ("local", "sink"): LocalSink}
 ENDPOINTS |= {("shm", "source"): ShmSource, ("shm", "sink"): ShmSink}
 ENDPOINTS |= {("disk", "source"): DiskSource, ("disk", "sink"): DiskSink}
+ENDPOINTS |= {("p2p", "source"): P2pSource, ("p2p", "sink"): P2pSink}
 ENDPOINTS |= {("ipc", "source"): IpcSource, ("ipc", "sink"): IpcSink}
 SHAPES = {"embed": (10, 6), "norm": (6,), "scalar": ()}
 
@@ -197,24 +199,52 @@ def serve(pipe, kind, rank, world):
     """Run a rank in a process of its own until the pipe closes."""
     torch.set_num_threads(1)
     kinds = {"source": Source, "sink": Sink, "cuda-source": CudaSource, "cuda-sink": CudaSink}
-    here = Rank(kinds[kind](rank, world), RankSpec(rank=rank, world=world))
+    place = RankSpec(rank=rank, world=world)
+    here = cut_rank(kind, place) if kind in {"rows", "columns"} else Rank(kinds[kind](rank, world), place)
     while True:
         try:
-            method, args = pipe.recv()
+            number, method, args = pipe.recv()
         except EOFError:
             return
         try:
-            pipe.send((True, here.call(method, args)))
+            pipe.send((number, True, arm(*args) if method == "arm" else here.call(method, args)))
         except Exception as exc:  # noqa: BLE001 - told to the parent
             traceback.print_exc()
-            pipe.send((False, str(exc)))
+            pipe.send((number, False, str(exc)))
+
+
+def cut_rank(kind, place):
+    """Return a rank of the suite's world, which cuts a trainer's tensors in rows and an engine's in columns."""
+    from powertrain.testing.tensors import world
+
+    weights = {"rows": world.Source, "columns": world.Sink}[kind](place)
+    return world.Rank(weights, place, {"source": P2pSource, "sink": P2pSink})
+
+
+def arm(moment, sign):
+    """Let this process send itself a signal when it next comes to a moment of an update over p2p."""
+    import os
+
+    from powertrain.tensors.sidecar import Groups
+
+    name = "finish" if moment == "wire" else "barrier"
+    original = getattr(Groups, name)
+
+    def hit(self, *args):
+        if moment in {"wire", *args}:
+            setattr(Groups, name, original)
+            os.kill(os.getpid(), sign)
+        return original(self, *args)
+
+    setattr(Groups, name, hit)
 
 
 class Process:
     """The parent's end of a rank in a process of its own."""
 
-    def __init__(self, kind, rank, world):
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, kind, rank, world, start="spawn"):
+        context = multiprocessing.get_context(start)
+        self.seconds, self.number = 60, 0
         self.pipe, child = context.Pipe()
         self.process = context.Process(target=serve, args=(child, kind, rank, world), daemon=True)
         self.process.start()
@@ -223,10 +253,13 @@ class Process:
 
     def call(self, method, args):
         with self.lock:
-            self.pipe.send((method, args))
-            if not self.pipe.poll(60):
-                raise TimeoutError(method)
-            good, answer = self.pipe.recv()
+            self.number += 1
+            self.pipe.send((self.number, method, args))
+            number = 0
+            while number != self.number:  # answers to calls that were given up come late
+                if not self.pipe.poll(self.seconds):
+                    raise TimeoutError(method)
+                number, good, answer = self.pipe.recv()
         if not good:
             raise WorkerError(answer)
         return answer
@@ -241,12 +274,13 @@ class Handle:
 
     def __init__(self, name, ranks):
         self.name, self.ranks = name, ranks
-        self.version, self.called = None, []
+        self.version, self.called, self.errors = None, [], []
 
     async def call(self, method, *args, deadline):
         answers = await asyncio.gather(
             *(asyncio.to_thread(rank.call, method, args) for rank in self.ranks), return_exceptions=True
         )
+        self.errors += [(method, answer) for answer in answers if isinstance(answer, BaseException)]
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer

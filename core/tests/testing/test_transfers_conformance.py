@@ -1,4 +1,4 @@
-"""The transfers `local`, `shm` and `disk` keep what the suite asks of a transfer."""
+"""The transfers `local`, `shm`, `p2p` and `disk` keep what the suite asks of a transfer."""
 
 from powertrain.testing import TransferSuite
 
@@ -13,3 +13,7 @@ class TestShm(TransferSuite):
 
 class TestDisk(TransferSuite):
     transfer = "disk"
+
+
+class TestP2p(TransferSuite):
+    transfer = "p2p"

@@ -128,12 +128,35 @@ DISK = TransferSpec(
 
 P2P = TransferSpec(
     name="p2p",
-    driver="powertrain.tensors.p2p:Driver",
-    source="powertrain.tensors.p2p:Source",
-    sink="powertrain.tensors.p2p:Sink",
+    driver="powertrain.tensors.p2p:P2pTransfer",
+    source="powertrain.tensors.p2p:P2pSource",
+    sink="powertrain.tensors.p2p:P2pSink",
     reach=("network", "host"),
-    summary="rank to rank by the plan, over NCCL, HCCL or gloo",
-    status="planned",
+    rank=40,
+    summary="rank to rank by the plan, over NCCL, HCCL or gloo, with groups of its own",
+    options=(
+        OptionSpec(
+            name="backend",
+            default="auto",
+            choices=("auto", "gloo", "nccl", "hccl"),
+            help="What carries weights; auto goes by the devices, and takes gloo on CPU or where ranks share a card.",
+        ),
+        OptionSpec(
+            name="host",
+            default="127.0.0.1",
+            help="Address of the driver's host at which all ranks meet; the port is a free one.",
+        ),
+        OptionSpec(
+            name="bucket_mb",
+            type="int",
+            default=256,
+            minimum=1,
+            help="Most MiB of one bucket; a rank has at most two under way.",
+        ),
+        VERIFY,
+    ),
+    requires=("torch",),
+    install=_INSTALL,
 )
 
 
