@@ -58,15 +58,15 @@ class Side:
         self.name, self._log, self._answers = name, log, os.fdopen(told_here)
 
     def facts(self, seconds=600):
-        """Return the next line of facts; Lost when none comes in time or the process is gone."""
+        """Return the next line of facts; Lost, with the log's last line, when none comes or the process is gone."""
         if not select.select([self._answers], [], [], seconds)[0]:
-            message = f"{self.name} said nothing for {seconds} s; see {self._log}"
+            message = f"{self.name} said nothing for {seconds:g} s"
             raise Lost(message)
         line = self._answers.readline()
         if not line:
             status = self._process.wait()
-            end = " | ".join(self._log.read_text().splitlines()[-3:])
-            message = f"{self.name} ended with {status}; see {self._log}: {end}"
+            end = self._log.read_text().rstrip().rpartition("\n")[2]
+            message = f"{self.name} ended with {status}: {end}"
             raise Lost(message)
         return json.loads(line)
 

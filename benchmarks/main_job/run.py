@@ -140,12 +140,16 @@ def table(document):
 def facts(args, settings):
     """Return what must be known to repeat the run."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    # Where files lie is this machine's affair.
+    numbers = {name: getattr(args, name) for name in ("threads", "repeats", "timed_steps", "warmups", "steps")}
+    words = [f"--{name.replace('_', '-')} {value}" for name, value in numbers.items()]
+    words.append(f"--seeds {' '.join(map(str, args.seeds))}")
     names = ("torch", "transformers", "numpy", "powertrain", "powertrain-fsdp", "powertrain-hf", "powertrain-ppo")
     return {
         "benchmark": "main_job",
         "date": f"{datetime.date.today()}",
         "commit": commit.strip(),
-        "command": " ".join(["benchmarks/main_job/run.py", *sys.argv[1:]]),
+        "command": " ".join(["benchmarks/main_job/run.py", *words]),
         "recipe": RECIPE,
         "python": platform.python_version(),
         "device": f"CPU, {platform.machine()}, {os.cpu_count()} cores",
