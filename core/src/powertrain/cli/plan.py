@@ -127,7 +127,8 @@ def _bound(pair: Pair, plan: Outline, tables: list[Any], speeds: dict[str, float
     for engines, table in tables:
         for (source, rank), count in table.items():
             there = pair.train.first_card + source
-            for engine in engines:
+            # Of engines on cards of their own, the first or the last is the farthest from the trainer.
+            for engine in engines if pair.colocated else sorted({engines[0], engines[-1]}):
                 here = first + engine * size + rank
                 way = "memory" if here == there else "link" if here // cards == there // cards else "network"
                 ways[f"{pair.infer.label} rank {engine * size + rank} reads", way] += count

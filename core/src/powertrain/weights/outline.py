@@ -35,6 +35,7 @@ class Group:
     holders: list[list[tuple[int, Box]]] = field(default_factory=list)
     pieces: list[tuple[Range, int]] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
+    _sizes: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=dict)
     _reads: dict[int, dict[int, list[tuple[int, int, Range]]]] = field(default_factory=dict)
 
     @property
@@ -108,6 +109,16 @@ class Group:
             self._reads[sink] = dict(found)
         return self._reads[sink]
 
+    def bytes_read(self, sink: int, piece: int) -> list[tuple[int, int]]:
+        """Return (rank of a distinct receiver, bytes of a piece that it reads)."""
+        if (sink, piece) not in self._sizes:
+            for every in range(len(self.pieces)):
+                self._sizes[sink, every] = []
+            for rank, parts in self.reads(sink).items():
+                for _, number, (_, size) in parts:
+                    self._sizes[sink, number].append((rank, prod(size) * self.item))
+        return self._sizes[sink, piece]
+
 
 @dataclass(frozen=True, eq=False)
 class Outline:
@@ -175,11 +186,9 @@ class Outline:
         for sink in range(len(self.distinct)):
             table: Counter[tuple[int, int]] = Counter()
             for group in self.groups:
-                senders = [list(group.turns(piece)) for piece in range(len(group.pieces))]
-                for rank, parts in group.reads(sink).items():
-                    for _, piece, (_, size) in parts:
-                        read = prod(size) * group.item
-                        for source, count in senders[piece]:
+                for piece in range(len(group.pieces)):
+                    for source, count in group.turns(piece):
+                        for rank, read in group.bytes_read(sink, piece):
                             table[source, rank] += count * read
             found.append(([engine for engine, own in enumerate(self.engines) if own == sink], table))
         return found
@@ -200,15 +209,17 @@ class Outline:
     def peaks(self) -> tuple[int, int]:
         """Return the most bytes of one bucket that one source rank puts into it, and that one sink rank reads."""
         put: Counter[tuple[int, int]] = Counter()
+        filled: Counter[tuple[int, Group, int]] = Counter()
         taken: Counter[tuple[int, int, int]] = Counter()
         for place, spots in zip(self.places, self.spots, strict=True):
             for group, turn in [place] if place else ():
                 for piece, (bucket, _) in enumerate(spots):
                     put[bucket, group.holder(piece, turn)[0]] += group.bytes(piece)
-                for sink in range(len(self.distinct)):
-                    for rank, parts in group.reads(sink).items():
-                        for _, piece, (_, size) in parts:
-                            taken[spots[piece][0], sink, rank] += prod(size) * group.item
+                    filled[bucket, group, piece] += 1
+        for (bucket, group, piece), count in filled.items():
+            for sink in range(len(self.distinct)):
+                for rank, read in group.bytes_read(sink, piece):
+                    taken[bucket, sink, rank] += count * read
         return max(put.values(), default=0), max(taken.values(), default=0)
 
 

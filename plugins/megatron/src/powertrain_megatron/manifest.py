@@ -136,13 +136,14 @@ class Ranks:
         first, local = divmod(own.expert, self._even(experts_of(self._config), "experts", self._ep))
         down = module == "down_proj"
         inner = self._even(self._config["moe_intermediate_size"], "rows of an expert", self._etp)
-        spans = []
-        for i in range(self._etp):
-            ranks = range(first * self._etp + i, self._inner, self._ep * self._etp)
-            spans.append((ranks, i * inner, inner))
+        key = own.shape, down, stage, first
+        if key not in self._held:
+            firsts, step = range(first * self._etp, (first + 1) * self._etp), self._ep * self._etp
+            spans = [(range(at, self._inner, step), i * inner, inner) for i, at in enumerate(firsts)]
+            self._held[key] = self._along(own, int(down), [stage], spans)
         base = inner * self._config["hidden_size"] if module == "up_proj" else 0
         name = f"{prefix}mlp.experts.linear_fc{2 if down else 1}.weight{local}"
-        return self._along(own, int(down), [stage], spans), name, base
+        return self._held[key], name, base
 
     def _grouped(self, own: Parameter, stage: int, module: str) -> tuple[Held, ...]:
         """Return the boxes of query, key or value rows, one for each group on a rank."""

@@ -122,11 +122,12 @@ class Ranks:
         local = own.expert - bounds[first]
         inner = self._even(self._config["moe_intermediate_size"], "rows of an expert", cut)
         down, hidden = module == "down_proj", self._config["hidden_size"]
-        ranks = range(first * cut, (first + 1) * cut) if self._ep > 1 else range(self._tp)
-        spans = [([rank], i * inner, inner) for i, rank in enumerate(ranks)]
-        held = self._along(own, int(down), [stage], spans)
+        key = own.shape, down, stage, first
+        if key not in self._held:
+            spans = [([first * cut + i], i * inner, inner) for i in range(cut)]
+            self._held[key] = self._along(own, int(down), [stage], spans)
         base = local * (1 if down else 2) * inner * hidden + (inner * hidden if module == "up_proj" else 0)
-        return held, f"{prefix}{'w2' if down else 'w13'}_weight", base
+        return self._held[key], f"{prefix}{'w2' if down else 'w13'}_weight", base
 
     def _keys(self) -> tuple[int, int]:
         """Return the key heads of each rank, and how many ranks hold the same ones."""
