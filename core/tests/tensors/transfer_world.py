@@ -4,6 +4,7 @@ import asyncio
 import multiprocessing
 import threading
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -22,6 +23,8 @@ ENDPOINTS |= {("shm", "source"): ShmSource, ("shm", "sink"): ShmSink}
 ENDPOINTS |= {("disk", "source"): DiskSource, ("disk", "sink"): DiskSink}
 ENDPOINTS |= {("p2p", "source"): P2pSource, ("p2p", "sink"): P2pSink}
 ENDPOINTS |= {("ipc", "source"): IpcSource, ("ipc", "sink"): IpcSink}
+THREADS = ThreadPoolExecutor(32)
+"""For calls that must run at the same time; asyncio's own pool has few threads where there are few cores."""
 SHAPES = {"embed": (10, 6), "norm": (6,), "scalar": ()}
 
 
@@ -277,8 +280,9 @@ class Handle:
         self.version, self.called, self.errors = None, [], []
 
     async def call(self, method, *args, deadline):
+        loop = asyncio.get_running_loop()
         answers = await asyncio.gather(
-            *(asyncio.to_thread(rank.call, method, args) for rank in self.ranks), return_exceptions=True
+            *(loop.run_in_executor(THREADS, rank.call, method, args) for rank in self.ranks), return_exceptions=True
         )
         self.errors += [(method, answer) for answer in answers if isinstance(answer, BaseException)]
         for answer in answers:

@@ -132,9 +132,7 @@ class _End(Checked):
         """
         found = self._sessions.pop(session, None)  # back in its place only if all goes well
         if found is None:
-            text = (
-                f"rank {self._rank} has no groups for pair {session}; it was restarted, and the next update makes some"
-            )
+            text = f"rank {self._rank} has no groups for pair {session}; it was restarted, or failed"
             raise TransferError(text, phase="wire")
         groups, device = found.groups, _place(self._weights)
         store = torch.device("cpu") if groups.backend == "gloo" else device
