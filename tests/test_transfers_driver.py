@@ -123,12 +123,11 @@ def disk(tmp_path):
 
 async def test_full_disk_leaves_the_old_version_and_room_heals_it(disk):
     sink = inline_sink()
-    transfer = pair(DiskTransfer("disk", {"folder": str(disk), "keep": 0}), inline_source(), [sink])
+    transfer = pair(DiskTransfer("disk", {"folder": str(disk), "keep": 1}), inline_source(), [sink])
     await transfer.push(Update(version=WeightVersion(1, 1)), deadline=30.0)
     with contextlib.suppress(OSError), (disk / "ballast").open("wb", buffering=0) as file:
         while True:
             file.write(b"x" * 4096)
-    transfer.options["keep"] = 1
     with pytest.raises(TransferError, match=r"No space left on device.*every engine kept its old version"):
         await transfer.push(Update(version=WeightVersion(1, 2)), deadline=30.0)
     assert (sink.ranks[0].weights.state, sink.ranks[0].weights.version) == ("steady", "1.1")
