@@ -199,4 +199,4 @@ def test_reader_that_leaves_early_is_no_traceback():
 
 
 def test_table_of_commands_names_what_the_readme_promises():
-    assert [name for name, _, _ in COMMANDS] == ["run", "resume", "engines", "explain"]
+    assert [name for name, _, _ in COMMANDS] == ["run", "resume", "engines", "explain", "plan"]
