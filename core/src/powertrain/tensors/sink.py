@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from powertrain.errors import StateError, TransferError, UnfitError
-from powertrain.interfaces.weights import WeightSink
+from powertrain.interfaces.weights import Piece, WeightSink
 from powertrain.tensors.copies import CopyProgram
 from powertrain.weights import Box, Entry, Manifest
 from powertrain.weights.boxes import FLOATS
-from powertrain.weights.ranges import Range, left_of, overlap
+from powertrain.weights.ranges import Range, left_of, overlap, text
 
 if TYPE_CHECKING:
-    from powertrain.interfaces.weights import Piece, WeightSource
+    from powertrain.interfaces.weights import WeightSource
     from powertrain.weights import Update
 
 
@@ -109,6 +109,15 @@ class BoxSink(WeightSink):
 
     def drop_adapter(self, name: str) -> None:
         """Forget an adapter that `add_adapter` registered and whose update was given up before it was published."""
+
+    def converted(self, entry: Entry, piece: Piece) -> Piece:
+        """Return what a piece becomes by the transform that its entry names; core knows how to transpose."""
+        if entry.transform != "transpose":
+            message = (
+                f"{entry.name!r} names the transform {entry.transform!r}, which {type(self).__name__} does not have"
+            )
+            raise TransferError(message, phase="load")
+        return Piece(piece.name, piece.start[::-1], piece.tensor.permute(*reversed(range(piece.tensor.dim()))))
 
     # ---- the sink's interface
     @property
@@ -255,6 +264,8 @@ class BoxSink(WeightSink):
         """
         self._expect("updating", "share")
         found = {self._names.get(piece.name, piece.name): piece for piece in pieces}
+        if any(entry.transform for entry in self._manifest):
+            return False
         for entry in self._manifest:
             for box in entry.boxes:
                 piece, mine = found.get(entry.name), self._tensors[box.storage]
@@ -307,7 +318,9 @@ class BoxSink(WeightSink):
         if name is None:
             message = f"tensor {piece.name!r} arrived and this engine has none of that name"
             raise TransferError(message, phase="load")
-        entry, place = self._entries[name], (tuple(piece.start), tuple(piece.tensor.shape))
+        entry = self._entries[name]
+        piece = self.converted(entry, piece) if entry.transform else piece
+        place = (tuple(piece.start), tuple(piece.tensor.shape))
         sent = dtype_name(piece.tensor.dtype)
         if sent != entry.dtype and sent not in entry.accepts:
             message = f"tensor {name!r} arrived as {sent}; the engine holds {entry.dtype} and does not cast"
@@ -318,7 +331,7 @@ class BoxSink(WeightSink):
         done = self._written.setdefault(name, [])
         common = [(box, part) for box in entry.boxes if (part := overlap(place, (box.start, box.size)))]
         if sum(prod(part[1]) for _, part in common) != prod(place[1]):
-            message = f"{name!r}{_text(place)} arrived; this rank does not hold all of that range"
+            message = f"{name!r}{text(place)} arrived; this rank does not hold all of that range"
             raise TransferError(message, phase="load")
         _check_new(name, place, done)
         done.append(place)
@@ -347,19 +360,15 @@ class BoxSink(WeightSink):
 
     def _check_written(self) -> None:
         for name, gap in self._gaps():
-            message = f"{name!r}{_text(gap)} was not written by update {self._opened.version}"
+            message = f"{name!r}{text(gap)} was not written by update {self._opened.version}"
             raise TransferError(message, phase="finish")
 
 
 def _check_new(name: str, place: Range, done: Iterable[Range]) -> None:
     twice = next((part for old in done if (part := overlap(old, place))), None)
     if twice is not None:
-        message = f"{name!r}{_text(twice)} arrived twice in one update"
+        message = f"{name!r}{text(twice)} arrived twice in one update"
         raise TransferError(message, phase="load")
-
-
-def _text(place: Range) -> str:
-    return "[" + ", ".join(f"{s}:{s + n}" for s, n in zip(*place, strict=True)) + "]"
 
 
 def _alike(tensor: torch.Tensor, mine: torch.Tensor, box: Box) -> bool:
