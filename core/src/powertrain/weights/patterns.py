@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
 
 from powertrain.interfaces.wire import record
 from powertrain.weights.boxes import Box, Entry, Manifest
 from powertrain.weights.ranges import Range, left_of, text, twice
 
+_PLACE: Final = attrgetter("start", "size", "offset", "stride")
+_WHOLE: Final = attrgetter("start", "size", "offset", "stride", "storage")
 Held = tuple[tuple[int, ...], tuple[Box, ...]]
 """Ranks, and the boxes that each of them holds. In a pattern, `Box.storage` follows on the tensor's own `storage`."""
 
@@ -95,12 +98,18 @@ class EngineManifest:
             for entry in one:
                 if entry.boxes and entry.name in held:
                     held[entry.name].setdefault(entry.boxes, []).append(number)
-        made: dict[Pattern, Pattern] = {}
+        made: dict[tuple[Any, ...], Pattern] = {}
         tensors = []
         for entry in manifests[0]:
-            places = tuple((tuple(ranks), boxes) for boxes, ranks in held[entry.name].items())
-            pattern = Pattern(replace(entry, name="", boxes=()), places)
-            tensors.append(Tensor(entry.name, made.setdefault(pattern, pattern)))
+            places = [(tuple(ranks), boxes) for boxes, ranks in held[entry.name].items()]
+            storages = {box.storage for _, boxes in places for box in boxes}
+            own = storages.pop() if len(storages) == 1 else ""  # a name of its own would keep tensors from being alike
+            facts = entry.dtype, entry.shape, entry.accepts, entry.frozen, entry.transform, entry.scales
+            key = facts, own == "", *((ranks, *map(_PLACE if own else _WHOLE, boxes)) for ranks, boxes in places)
+            if key not in made:
+                alike = [(r, tuple(replace(b, storage="") if own else b for b in boxes)) for r, boxes in places]
+                made[key] = Pattern(replace(entry, name="", boxes=()), tuple(alike))
+            tensors.append(Tensor(entry.name, made[key], own))
         return cls(len(manifests), tensors, manifests[0].tied, manifests[0].kind)
 
 
