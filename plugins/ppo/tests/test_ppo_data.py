@@ -69,22 +69,88 @@ def test_jsonl_file_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("text", "match"),
     [
-        ('{"prompt": "a"}\n{"prompt"\n', "line 2"),
-        ('{"question": "a"}\n', "row 0 has no `prompt`"),
-        ('{"prompt": []}\n', "row 0 has no `prompt`"),
-        ('{"prompt": [{"role": "user"}]}\n', "row 0 has no `prompt`"),
-        ('{"prompt": "a"}\n', "none is left to train on"),
+        ('{"prompt": "a"}\n{"prompt"\n', "line 2 of .* is not JSON"),
+        ("[" * 5000, "line 1 of .* is not JSON"),
+        ('\n{"question": "a"}\n', "line 2 of .* has no `prompt`"),
+        ('{"prompt": []}\n', "line 1 of .* has no `prompt`"),
+        ('{"prompt": [{"role": "user"}]}\n', "line 1 of .* has no `prompt`"),
+        ('{"prompt": "a"}\n', r"1 rows are held out \(ppo.held_out is 1\), none is left to train on"),
+        ("", "rows.jsonl' is empty"),
+        (" \n\n", "rows.jsonl' is empty"),
+        (b'{"prompt": "\xff"}', r"is not UTF-8 \(byte 12: .*save it as UTF-8"),
     ],
 )
 def test_unusable_rows_are_explained(tmp_path, text, match):
-    (tmp_path / "rows.jsonl").write_text(text)
-    with pytest.raises(ConfigError, match=match):
+    (tmp_path / "rows.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=match) as caught:
         load(tmp_path, data="rows.jsonl", held_out=1)
+    assert "relative path" not in str(caught.value)
 
 
-def test_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"rows\.jsonl"):
-        load(tmp_path, data="rows.jsonl")
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        (
+            "row.jsonl",
+            r"there is no file '[^']*row.jsonl' \(did you mean 'rows.jsonl'\?\); a relative path is read from",
+        ),
+        ("deep/rows.jsonl", "there is no file .*deep/rows.jsonl'"),
+        ("powertrain_ppo.tasks", "a function is named 'powertrain_ppo.tasks:FUNCTION'"),
+        ("own.py", "is a Python file; name the function in it: 'own.py:FUNCTION'"),
+        ("own:good", r"did you mean the file, 'own.py:good'\?"),
+        ("\0", "is no path of a file: embedded null byte"),
+        ("\0:x", "cannot be imported|not of the form"),
+        ("\0.py:x", "there is no file"),
+        ("", "cannot be read: Is a directory"),
+        (":", "not of the form"),
+    ],
+)
+def test_file_that_is_not_there_is_told_once(tmp_path, name, match):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "own.py").write_text("def good():\n    return []\n")
+    with pytest.raises(ConfigError, match=match) as caught:
+        load(tmp_path, data=name, data_options={})
+    assert str(caught.value).startswith("ppo.data")
+    assert str(caught.value).count(str(tmp_path)) <= 1
+
+
+def test_line_separators_inside_of_texts_end_no_line(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('\ufeff{"prompt": "a\u2028b\x85c"}\r\n', encoding="utf-8", newline="")
+    assert load(tmp_path, data="rows.jsonl", held_out=0).train == [{"prompt": "a\u2028b\x85c"}]
+
+
+ROWS = "{'train': [{'prompt': 'a'}], 'held_out': [%s]}"
+
+
+@pytest.mark.parametrize(
+    ("body", "match"),
+    [
+        ("raise RuntimeError('no net')", r"raised RuntimeError: no net at .*own.py:2 in give: raise RuntimeError"),
+        ("raise SystemExit(3)", r"raised SystemExit: 3 at .*own.py:2"),
+        ("return 1 + None", r"raised TypeError: .* at .*own.py:2"),
+        ("yield 1 / 0", r"raised ZeroDivisionError: .* at .*own.py:2"),
+        ("return None", r"returned NoneType \(.*own.py:1 in give\); it must return a list of records"),
+        ("return 5", "returned int .*must return a list"),
+        ("return 'text'", "returned str .*must return a list"),
+        ("return {'train': None}", "returned NoneType as train rows"),
+        ("return {'trian': []}", r"the key 'trian' \(did you mean 'train'\?\); it takes train and held_out"),
+        ("return []", "gives no rows"),
+        ("return {}", "gives no rows"),
+        ("return [{'prompt': 'a'}, 'b']", "row 2 has no `prompt`"),
+        ("return " + ROWS % "{}", "held_out row 1 has no `prompt`"),
+    ],
+)
+def test_failing_data_function_is_explained(tmp_path, body, match):
+    (tmp_path / "own.py").write_text(f"def give():\n    {body}\n")
+    with pytest.raises(ConfigError, match=match) as caught:
+        load(tmp_path, data="own.py:give", data_options={}, held_out=0)
+    assert str(caught.value).startswith("ppo.data 'own.py:give'")
+
+
+def test_data_function_may_be_a_generator_and_keys_may_be_anything(tmp_path):
+    (tmp_path / "own.py").write_text("def give():\n    yield from ({'prompt': 'a', 'key': {1, i}} for i in (1, 2))\n")
+    data = load(tmp_path, data="own.py:give", data_options={}, held_out=1)
+    assert (len(data.train), len(data.held_out)) == (1, 1)
 
 
 def test_own_split_is_taken_and_must_be_disjoint(tmp_path):
@@ -97,9 +163,21 @@ def test_own_split_is_taken_and_must_be_disjoint(tmp_path):
         load(tmp_path, data="own.py:bad", data_options={})
 
 
-def test_wrong_data_options_are_told(tmp_path):
-    with pytest.raises(ConfigError, match="does not take data_options"):
-        load(tmp_path, data_options={"lowest": 1})
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        (
+            {"lowest": 1},
+            r"does not take data_options \{'lowest': 1\}: .*'lowest'.* in sums takes \(low=10, high=99, shots=2\)",
+        ),
+        ({"shotz": 1}, r"\(did you mean 'shots'\?\)"),
+        ({5: 1}, "does not take data_options"),
+        ({"low": "a"}, "raised TypeError: .*tasks.py:"),
+    ],
+)
+def test_wrong_data_options_are_told(tmp_path, given, match):
+    with pytest.raises(ConfigError, match=match):
+        load(tmp_path, data_options=given)
 
 
 @pytest.mark.parametrize(

@@ -148,11 +148,18 @@ def test_function_is_found_in_a_module():
         ("mine.py:number", "is a int, not a function"),
         ("broken.py:x", "cannot be imported: ZeroDivisionError"),
         ("no_such_module:x", "cannot be imported: ModuleNotFoundError"),
+        ("powertrain_ppo.taskss:exact", r"No module .* \(did you mean 'powertrain_ppo.tasks'\?\)"),
+        ("powertrain_pp.tasks:exact", r"\(did you mean 'powertrain_ppo'\?\)"),
+        ("mine:good", r"\(did you mean the file, 'mine.py:good'\?\)"),
+        ("mine.py", r"name the function in it: 'mine.py:FUNCTION'"),
+        ("mien.py:good", r"no file .* \(did you mean 'mine.py'\?\)"),
+        ("leaves.py:x", "cannot be imported: SystemExit: 4 at .*leaves.py:1"),
         ("powertrain_ppo.tasks:exat", r"reward: powertrain_ppo.tasks has no 'exat' \(did you mean 'exact'"),
     ],
 )
 def test_unusable_reference_is_explained(tmp_path, name, match):
     (tmp_path / "mine.py").write_text("number = 1\ndef good(*_): return 1.0\n")
     (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "leaves.py").write_text("raise SystemExit(4)\n")
     with pytest.raises(ConfigError, match=match):
         load_function(name, what="reward", path=lambda text: tmp_path / text)

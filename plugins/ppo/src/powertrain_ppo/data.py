@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from powertrain.errors import ConfigError
-from powertrain_ppo.references import load_function
+from powertrain.options import nearest
+from powertrain_ppo.references import check_keywords, load_function, no_file, place_of, raised
 
 Record = Mapping[str, Any]
+
+SIDES: Final = ("train", "held_out")
 
 
 @dataclass(frozen=True)
@@ -53,29 +56,51 @@ def load_data(options: Mapping[str, Any], *, seed: int, path: Callable[[str], Pa
     """
     name = options["data"]
     if ":" in name and Path(name).suffix != ".jsonl":
-        function = load_function(name, what="data", path=path)
-        try:
-            found = function(**options["data_options"])
-        except TypeError as exc:
-            message = f"data {name!r} does not take data_options {options['data_options']!r}: {exc}"
-            raise ConfigError(message) from exc
+        found = _called(name, options["data_options"], path)
     else:
-        found = _read_jsonl(path(name))
+        found = _read_jsonl(name, path)
     if isinstance(found, Mapping):
-        data = Data(_checked(found.get("train", ()), name), _checked(found.get("held_out", ()), name))
+        data = Data(*(_records(found.get(side, []), name, f"{side} row") for side in SIDES))
         both = {_key(row) for row in data.train} & {_key(row) for row in data.held_out}
         if both:
             message = (
-                f"data {name!r}: {len(both)} prompts are in train and in held_out, such as {sorted(both)[0][:80]!r}"
+                f"ppo.data {name!r}: {len(both)} prompts are in train and in held_out, such as {sorted(both)[0][:80]!r}"
             )
             raise ConfigError(message)
     else:
-        data = split(_checked(found, name), options["held_out"], seed)
+        data = split(found, options["held_out"], seed)
     if not data.train:
         held = len(data.held_out)
-        message = f"data {name!r}: {held} rows are held out ({options['held_out']} asked for), none is left to train on"
+        message = (
+            f"ppo.data {name!r}: {held} rows are held out (ppo.held_out is {options['held_out']}), "
+            "none is left to train on"
+            if held
+            else f"ppo.data {name!r} gives no rows; there must be one at least to train on"
+        )
         raise ConfigError(message)
     return data
+
+
+def _called(name: str, given: Mapping[str, Any], path: Callable[[str], Path]) -> Any:
+    """Return what the data function gives: checked records, or a mapping of both sides; ConfigError if it fails."""
+    what = "ppo.data"
+    function = load_function(name, what=what, path=path)
+    check_keywords(function, name, given, what=what, option="data_options")
+    try:
+        found = function(**given)
+        if isinstance(found, Iterable) and not isinstance(found, Mapping | str | bytes):
+            found = list(found)
+    except (Exception, SystemExit) as exc:  # a user's function may raise anything
+        message = f"{what} {name!r} raised {raised(exc)}"
+        raise ConfigError(message) from exc
+    if not isinstance(found, Mapping):
+        return _records(found, name, "row", place_of(function))
+    wrong = [key for key in found if key not in SIDES]
+    if wrong:
+        hint = nearest(str(wrong[0]), SIDES)
+        message = f"{what} {name!r} returned a mapping with the key {wrong[0]!r}{hint}; it takes {' and '.join(SIDES)}"
+        raise ConfigError(message)
+    return found
 
 
 def split(rows: Sequence[Record], held_out: int, seed: int) -> Data:
@@ -95,36 +120,60 @@ def split(rows: Sequence[Record], held_out: int, seed: int) -> Data:
 def _key(row: Record) -> str:
     """Return what makes two rows the same for the split."""
     prompt = row.get("key", row["prompt"])
-    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, ensure_ascii=False)
+    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, ensure_ascii=False, default=repr)
 
 
-def _checked(rows: Any, name: str) -> list[Record]:
-    checked: list[Record] = []
-    for number, row in enumerate(rows):
-        prompt = row.get("prompt") if isinstance(row, Mapping) else None
-        chat = isinstance(prompt, list) and all(
-            isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in prompt
-        )
-        if not prompt or not (chat or isinstance(prompt, str)):
-            shown = str(row)[:120]
-            message = f"data {name!r}: row {number} has no `prompt` (text, or messages with role and content): {shown}"
-            raise ConfigError(message)
-        checked.append(dict(row))  # a row given twice becomes two, so that each has an identity
-    return checked
+def _records(rows: Any, name: str, each: str, place: str = "") -> list[Record]:
+    """Return a function's rows, checked; each: what one is called in messages, where they count from 1."""
+    if not isinstance(rows, list | tuple):
+        kind = f"ppo.data {name!r} returned {type(rows).__name__}{f' ({place})' if place else f' as {each}s'}"
+        message = f'{kind}; it must return a list of records, or {{"train": [...], "held_out": [...]}} of such lists'
+        raise ConfigError(message)
+    return [_record(row, f"ppo.data {name!r}: {each} {number}") for number, row in enumerate(rows, start=1)]
 
 
-def _read_jsonl(file: Path) -> list[Any]:
+def _record(row: Any, which: str) -> Record:
+    prompt = row.get("prompt") if isinstance(row, Mapping) else None
+    chat = isinstance(prompt, list) and all(isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in prompt)
+    if not prompt or not (chat or isinstance(prompt, str)):
+        message = f"{which} has no `prompt` (text, or messages with role and content): {str(row)[:120]}"
+        raise ConfigError(message)
+    return dict(row)  # a row given twice becomes two, so that each has an identity
+
+
+def _read_jsonl(name: str, path: Callable[[str], Path]) -> list[Record]:
+    """Return the records of a JSONL file; messages count lines from 1."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as exc:
-        message = f"data: {str(file)!r} cannot be read: {exc}; a relative path is read from the recipe file's folder"
+        file = path(name)
+        text = file.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as exc:
+        module = name.replace(".", "").replace("_", "").isalnum() and "/" not in name
+        hint = f"; a function is named {f'{name}:FUNCTION'!r}" if module and not name.endswith("jsonl") else ""
+        message = f"ppo.data: {no_file(file)}{hint}"
         raise ConfigError(message) from exc
+    except UnicodeDecodeError as exc:
+        message = f"ppo.data: {str(file)!r} is not UTF-8 (byte {exc.start}: {exc.reason}); save it as UTF-8"
+        raise ConfigError(message) from exc
+    except OSError as exc:
+        message = f"ppo.data: {str(file)!r} cannot be read: {exc.strerror}"
+        raise ConfigError(message) from exc
+    except ValueError as exc:
+        message = f"ppo.data: {name!r} is no path of a file: {exc}"
+        raise ConfigError(message) from exc
+    if name.endswith(".py"):
+        message = f"ppo.data {name!r} is a Python file; name the function in it: {f'{name}:FUNCTION'!r}"
+        raise ConfigError(message)
     rows = []
-    for number, line in enumerate(lines, start=1):
+    # Not splitlines: JSON text may hold other line separators as they are.
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
-                rows.append(json.loads(line))
-            except ValueError as exc:
-                message = f"data: line {number} of {str(file)!r} is not JSON: {line[:80]!r}"
+                row = json.loads(line)
+            except (ValueError, RecursionError) as exc:
+                message = f"ppo.data: line {number} of {str(file)!r} is not JSON: {line[:80]!r}"
                 raise ConfigError(message) from exc
+            rows.append(_record(row, f"ppo.data: line {number} of {str(file)!r}"))
+    if not rows:
+        message = f"ppo.data: {str(file)!r} is empty; it must hold a JSON object a line, with a `prompt`"
+        raise ConfigError(message)
     return rows

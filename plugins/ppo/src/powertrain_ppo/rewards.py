@@ -6,11 +6,11 @@ import asyncio
 import inspect
 import math
 import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from powertrain.errors import PowertrainError
+from powertrain_ppo.references import raised
 
 Call = tuple[Mapping[str, Any], str, Sequence[int]]
 """What a reward is called with: the prompt's record, the completion's text, its token ids."""
@@ -115,7 +115,7 @@ class Reward:
                     value = await value
         except Exception as exc:  # a user's function may raise anything
             late = isinstance(exc, TimeoutError) and timer.expired()
-            fault = f"gave no answer within {self.deadline:g} s (reward_deadline)" if late else _raised(exc)
+            fault = f"gave no answer within {self.deadline:g} s (reward_deadline)" if late else f"raised {raised(exc)};"
             message = f"reward {self.name!r} {fault} {_where(call)}"
             raise RewardError(message) from exc
         if hasattr(value, "item"):
@@ -135,14 +135,6 @@ def _settle(future: asyncio.Future[Any], value: Any, error: BaseException | None
         future.set_exception(error)
     else:
         future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
-
-
-def _raised(exc: BaseException) -> str:
-    """Say what was raised, and at which line if that is known."""
-    cause = exc.__cause__ if isinstance(exc.__cause__, BaseException) and type(exc) is RuntimeError else exc
-    frames = traceback.extract_tb(cause.__traceback__)
-    at = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: {frames[-1].line}" if frames else ""
-    return f"raised {type(exc).__name__}: {exc}{at};"
 
 
 def _where(call: Call) -> str:
