@@ -22,7 +22,7 @@ class Prompts:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(str(folder))
         self.stop_ids = tuple(sorted({*_end_tokens(Path(folder), self.tokenizer), *map(self._single, stop)}))
         if not self.stop_ids:
-            message = f"the tokenizer in {str(folder)!r} names no end token; give one with the option `stop`"
+            message = f"the tokenizer in {str(folder)!r} names no end token; give one with the option ppo.stop"
             raise ConfigError(message)
 
     def encode(self, record: Mapping[str, Any]) -> list[int]:
@@ -57,7 +57,8 @@ class Prompts:
     def _single(self, text: str) -> int:
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) != 1:
-            message = f"stop text {text!r} is {len(ids)} tokens; it must be one"
+            parts = " + ".join(repr(self.tokenizer.decode([token])) for token in ids[:8])
+            message = f"ppo.stop: text {text!r} is {len(ids)} tokens of this model ({parts}); each text must be one"
             raise ConfigError(message)
         return int(ids[0])
 

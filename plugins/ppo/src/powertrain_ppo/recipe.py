@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from powertrain.errors import CheckpointError, ConfigError, PowertrainError
 from powertrain.interfaces.data import LossSpec, SamplingParams
@@ -17,7 +17,7 @@ from powertrain_ppo.data import Data, load_data
 from powertrain_ppo.evaluate import evaluate
 from powertrain_ppo.progress import Progress
 from powertrain_ppo.prompts import Prompts
-from powertrain_ppo.references import load_function
+from powertrain_ppo.references import check_call, check_named, load_function
 from powertrain_ppo.rewards import Reward
 from powertrain_ppo.rollouts import Ages, Rollout, judged, requests, training_batch
 from powertrain_ppo.state import check_state, read_state, save_state
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from powertrain.interfaces.data import StepResult, TrainBatch
     from powertrain.run.context import RunContext
     from powertrain.weights import TransferReport
+
+
+OWN_LOSS: Final = "powertrain_ppo.losses:grpo"
 
 
 class Ppo(Recipe):
@@ -41,14 +44,33 @@ class Ppo(Recipe):
                     f"recipe ppo needs one {role} part that is not frozen; the layout has {', '.join(labels) or 'none'}"
                 )
                 raise ConfigError(message)
+        self._check_options(local=not any(part.python for part in layout.role("train")))
         self.synchronous = self.options["max_staleness"] == 0
         self.data = load_data(self.options, seed=context.config["seed"], path=context.config.path)
         self.reward = self._function(context, "reward")
         self.verdict = self._function(context, "check") if self.options["check"] else None
 
+    def _check_options(self, *, local: bool) -> None:
+        """Refuse what the loop could not use; local: this interpreter's modules are the training engine's too."""
+        for text in self.options["stop"]:
+            if not isinstance(text, str) or not text:
+                message = f'ppo.stop: {text!r} is no text; each is one token of the model as text, such as "\\n"'
+                raise ConfigError(message)
+        if local:
+            check_named(self.options["loss"], what="ppo.loss")
+        own_loss = self.options["loss"] != OWN_LOSS and not self.options["skip_constant"]
+        if self.options["group_size"] == 1 and not own_loss:
+            message = (
+                "ppo.group_size is 1, and a completion alone in its group has advantage 0, so nothing would be learnt; "
+                "it must be 2 or more (or give a ppo.loss of your own with terms beside the advantage, and "
+                "ppo.skip_constant: false)"
+            )
+            raise ConfigError(message)
+
     def _function(self, context: RunContext, option: str) -> Reward:
         name = self.options[option]
-        function = load_function(name, what=option, path=context.config.path)
+        function = load_function(name, what=f"ppo.{option}", path=context.config.path)
+        check_call(function, name, "record", "text", "tokens", what=f"ppo.{option}")
         return Reward(
             function, name, deadline=self.options["reward_deadline"], parallel=self.options["reward_parallel"]
         )
