@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from powertrain.errors import ConfigError
 from powertrain.interfaces.build import EngineSpec, RankSpec
 from powertrain.options import resolve
 from powertrain_fsdp import needs
@@ -72,3 +73,9 @@ def test_ranks_on_one_host_talk_over_loopback(tmp_path, engine, wanted):
     specs = {"fsdp": EngineSpec(backend="fsdp", role="train", model="m")}
     driver = Driver(parse_layout(engine, registry=registry), specs, registry=registry, run_dir=tmp_path)
     assert driver.plans[0].needs.get("GLOO_SOCKET_IFNAME") == wanted
+
+
+@pytest.mark.parametrize("given", ["spda", "", "flash"])
+def test_unknown_attention_is_refused_before_anything_starts(given):
+    with pytest.raises(ConfigError, match="it takes sdpa, eager, flash_attention_2, flash_attention_3"):
+        resolve(powertrain_backend().options, {"attention": given}, where="backend fsdp")

@@ -133,11 +133,17 @@ def test_new_adapter_changes_nothing_yet(make_spec, batches):
         assert abs(full.logprobs(batches[0]) - adapted.logprobs(batches[0])).max() < 1e-6
 
 
-def test_target_without_a_module_is_named(make_spec):
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [("c_attn", "'c_attn'"), ("qproj", r"'qproj' \(did you mean 'q_proj'\?\)"), ("proj", "'proj'"), ("", "''")],
+)
+def test_target_without_a_module_is_told_with_those_there_are(make_spec, target, said):
     engine = FsdpEngine()
     engine.prepare({})
-    with pytest.raises(ConfigError, match="without a module in LlamaForCausalLM: c_attn"):
-        engine.build(make_spec(lora=LoraSpec(targets=("q_proj", "c_attn"))))
+    told = rf"lora.targets: LlamaForCausalLM has no module {said}.*; it has: down_proj, gate_proj, .*q_proj, .*v_proj$"
+    with pytest.raises(ConfigError, match=told) as caught:
+        engine.build(make_spec(lora=LoraSpec(targets=("q_proj", target))))
+    assert "lm_head" not in str(caught.value)
 
 
 def test_adapter_on_the_head_is_refused(make_spec):

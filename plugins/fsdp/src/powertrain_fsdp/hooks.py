@@ -20,7 +20,12 @@ OPTIONS = (
         choices=("auto", "shared", "packed", "padded"),
         help="How sequences are laid out in rows; auto takes the fastest that is right for the model.",
     ),
-    OptionSpec(name="attention", default="sdpa", help="Attention implementation of transformers (sdpa, eager, ...)."),
+    OptionSpec(
+        name="attention",
+        default="sdpa",
+        choices=("sdpa", "eager", "flash_attention_2", "flash_attention_3"),
+        help="Attention implementation of transformers; the flash ones need their packages and a GPU.",
+    ),
     OptionSpec(
         name="activation_checkpointing",
         type="bool",
