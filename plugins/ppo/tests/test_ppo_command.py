@@ -67,6 +67,7 @@ def test_dry_run_starts_nothing(recipe_file, tmp_path):
         ("engines=fsdp:d1", "recipe ppo needs one infer part"),
         ("ppo.reward=mine.py:lenght", "reward: mine.py has no 'lenght'"),
         ("ppo.data=nowhere.jsonl", "nowhere.jsonl"),
+        ("ppo.loss=powertrain_ppo.losses:grpoo", "did you mean 'grpo'?"),
         ("hf.head_fp32=false", "the LM head is float32 in training and the model's dtype in inference"),
     ],
 )
@@ -151,6 +152,22 @@ def test_resume_refuses_what_is_no_run(tmp_path):
     done = powertrain("resume", tmp_path)
     assert done.returncode == 2
     assert "not a run folder" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "word", ["ppo.reward=mine.py:sevenss", "ppo.group_size=1", "ppo.loss=powertrain_ppo.losses:no"]
+)
+def test_resume_that_is_refused_has_not_stopped_a_run(recipe_file, tmp_path, word):
+    folder = tmp_path / "run"
+    for name in ("logs", "checkpoints"):
+        (folder / name).mkdir(parents=True)
+    resolved = powertrain("run", recipe_file, "--dry-run").stdout
+    (folder / "config.yaml").write_text(resolved)
+    done = powertrain("resume", folder, word)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {word.partition('=')[0]}")
+    assert "resume" not in done.stderr
+    assert (folder / "config.yaml").read_text() == resolved
 
 
 def test_folder_of_another_run_is_not_written_into(recipe_file, tmp_path):

@@ -101,7 +101,7 @@ def carry_on(config: RunConfig, folder: RunFolder, registry: Registry, *, resume
     except KeyboardInterrupt:
         told, status = "\ninterrupted, all engines are closed", 130
     except PowertrainError as exc:
-        if not folder.config_file.is_file():
+        if not folder.begun:
             raise  # refused before anything began
         with suppress(OSError), (folder.logs / "driver.log").open("a", encoding="utf-8") as log:  # the disk may be full
             log.write(traceback.format_exc())

@@ -58,7 +58,8 @@ class RunFolder:
 
     config_file: the resolved configuration, which `powertrain run` takes as it is. metrics_file: one line of JSON for
     each step. versions_file: the reserved weight versions, see `powertrain.weights.version.VersionCounter`.
-    checkpoints: where complete ones lie. logs: of the workers.
+    checkpoints: where complete ones lie. logs: of the workers. begun: this process has written the configuration, so
+    nothing was left to refuse.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,6 +69,7 @@ class RunFolder:
         self.versions_file = path / "versions"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
+        self.begun = False
         self._lock = self._locked()
 
     @classmethod
@@ -134,6 +136,7 @@ class RunFolder:
         if old != text:
             self.write(unused(self.config_file, "config.{}.yaml").name, old)
         self.write("config.yaml", text)
+        self.begun = True
 
     @contextmanager
     def checkpoint(self, step: int, *, keep_last: int) -> Iterator[Path]:
