@@ -254,7 +254,10 @@ class Loop:
     async def _evaluated(self, step: int) -> dict[str, float]:
         if not self.data.held_out:
             return {}
-        self.progress.doing(f"step {step}: evaluating {len(self.data.held_out)} held-out prompts")
+        what = f"evaluating {len(self.data.held_out)} held-out prompts"
+        if step == 0:  # before any step, the wait for which there is nothing else to see
+            self.progress.say(what)
+        self.progress.doing(f"step {step}: {what}")
         seconds: dict[str, float] = {}
         with timed(seconds, "eval"):
             row = await evaluate(
