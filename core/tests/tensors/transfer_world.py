@@ -1,6 +1,7 @@
 """A small world for transfer tests: engines of several ranks, each rank in this process or in one of its own."""
 
 import asyncio
+import dataclasses
 import multiprocessing
 import threading
 import traceback
@@ -157,9 +158,68 @@ class CudaSink(Sink):
         named = {name: torch.zeros(shape, device="cuda") for name, shape in SHAPES.items()}
         BoxSink.__init__(self, whole_manifest(named, rank=rank, world=world), named)
         self.slow, self.broken, self.adapters = 0.0, False, {}
+        self.pending, self.restore = False, lambda: None
+        self.look()
+
+    def look(self):
+        """Note, when a barrier for completion begins, whether the device has work left."""
+        from powertrain.tensors.sidecar import Groups
+
+        barrier = Groups.barrier
+
+        def looking(groups, phase):
+            if phase == "completion":
+                self.pending = not torch.cuda.current_stream().query()
+            return barrier(groups, phase)
+
+        Groups.barrier = looking
 
     def values(self):
         return {name: tensor.cpu() for name, tensor in self.tensors().items()}
+
+    def spoil_next(self):
+        """Let the next update leave one wrong number."""
+        abort, apply, replay = self.abort, self.apply, self.replay
+
+        def spoiled(load):
+            def wrong(*args):
+                answer = load(*args)
+                self.tensors()["embed"].view(-1)[0] += 1
+                return answer
+
+            return wrong
+
+        def healed():
+            if self.state != "steady":  # `begin` aborts too
+                self.apply, self.replay, self.abort = apply, replay, abort
+            abort()
+
+        self.apply, self.replay, self.abort = spoiled(apply), spoiled(replay), healed
+
+    def delay_copies(self, waited):
+        """Put a long kernel before the copies, and do not wait for them in `apply`; waited: elsewhere neither."""
+        apply, here, anywhere = self.apply, torch.cuda.synchronize, torch.accelerator.synchronize
+
+        def late(pieces):
+            pieces = [dataclasses.replace(piece, tensor=piece.tensor.cuda()) for piece in pieces]
+            torch.cuda._sleep(2_000_000_000)
+            torch.cuda.synchronize = lambda *args: None
+            try:
+                apply(pieces)
+            finally:
+                torch.cuda.synchronize = here
+
+        def restore():
+            self.apply, torch.accelerator.synchronize = apply, anywhere
+
+        self.apply, self.restore = late, restore
+        if not waited:
+            torch.accelerator.synchronize = lambda *args: None
+
+    def pending_at_completion(self):
+        """Tell whether the last barrier for completion began with work left on the device; ends `delay_copies`."""
+        self.restore()
+        return self.pending
 
     def held(self):
         import psutil
