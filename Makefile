@@ -28,7 +28,7 @@ env: .venvs/$(ENVIRONMENT)/.made ## Make the virtual environment (.venvs/dev): t
 constraints: ## Resolve all environments anew and write requirements/constraints-*.txt
 	@TORCH_INDEX="$(TORCH_INDEX)" $(PYTHON) scripts/constraints.py $(ARGS)
 
-demo: $(STAMP) ## Train a small language model by GRPO: make demo ENGINES="fsdp:d2|hf:d2" MODEL=folder-or-hub-id
+demo: $(STAMP) ## Train a small language model by GRPO: make demo ENGINES="fsdp:d2|hf:d2" MODEL=folder-or-hub-id ARGS="ppo.steps=5"
 	$(POWERTRAIN) run examples/grpo_sums.yaml engines='$(ENGINES)' $(if $(MODEL),model='$(MODEL)') $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy

@@ -96,7 +96,9 @@ def configuration(registry: Registry) -> str:
             "recipe in a section of its name, those of an engine in a section named after its part or its backend; on "
             "the command line and in `key=value` words dots reach inside (`optim.lr=1e-5`). An option of an engine can "
             "also stand in the config string (`hf:d2?max_rows=64`), which wins over the part's section, and that over "
-            "the backend's. `null` is the word for none.\n"
+            "the backend's.\n\n`null` means: at a key of core, or for a whole section, as if it were not given, so its "
+            'default; for an option inside of a section, the value none, which only those of a type "or null" take (an '
+            "option that is left out has its default). Under `env` it is no word: a variable is text.\n"
         ),
         "## Keys of core\n",
         options(CORE_OPTIONS, mappings),

@@ -1,6 +1,7 @@
 """What the site says is true: built strictly, generated pages current, and all that a reader may copy checked."""
 
 import ast
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -19,8 +20,10 @@ import yaml
 
 from powertrain.cli.main import COMMANDS, main
 from powertrain.layout import parse_layout
+from powertrain.options import READERS
 from powertrain.registry import Registry
 from powertrain.run.config import load_config, resolve_config
+from powertrain.specs import BackendSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -144,6 +147,28 @@ def test_api_page_has_every_public_name():
     page = fresh_pages()["api"]
     assert [name for name in powertrain._HOME if f"### `{name}`\n" not in page] == []
     assert "0x" not in page
+
+
+# ---- what a reader looks for is on a page
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(BackendSpec)])
+def test_every_field_of_a_backends_spec_is_explained_to_who_writes_one(field):
+    page = (DOCS / "writing-an-engine.md").read_text()
+    assert f"**{field}**" in page or f"        {field}=" in page
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_every_type_of_an_option_is_explained_to_who_writes_an_engine(kind):
+    assert f"| `{kind}` |" in (DOCS / "writing-an-engine.md").read_text()
+
+
+@pytest.mark.parametrize("name", re.findall(r"^([A-Z_]+) \?=", (ROOT / "Makefile").read_text(), re.MULTILINE))
+def test_every_variable_of_the_makefile_is_on_a_page(name):
+    assert any(re.search(rf"make [a-z]+ [^\n]*\b{name}=", page.read_text()) for page in PAGES)
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in COMMANDS])
+def test_every_command_is_on_a_page_that_people_write(name):
+    assert any(f"powertrain {name}" in page.read_text() for page in PAGES if page.stem not in GENERATED)
 
 
 # ---- what a reader may copy
