@@ -94,11 +94,11 @@ def check_named(name: str, *, what: str) -> None:
     if spec is None:
         message = f"{what} {name!r}: there is no module {module!r}{_nearest_module(module)}"
         raise ConfigError(message)
-    names = _names_in(spec.origin)
+    names, functions = _names_in(spec.origin)
     first = attribute.partition(".")[0]
     if names is not None and first not in names:
-        public = ", ".join(_public(names)) or "nothing"
-        message = f"{what} {name!r}: {module} has no {first!r}{nearest(first, names)}; it has {public}"
+        public = ", ".join(_public(functions)) or "none"
+        message = f"{what} {name!r}: {module} has no {first!r}{nearest(first, names)}; its functions: {public}"
         raise ConfigError(message)
 
 
@@ -169,14 +169,14 @@ def _nearest_module(name: str) -> str:
     return hint.replace("mean '", f"mean '{package}.") if package else hint
 
 
-def _names_in(file: str | None) -> set[str] | None:
-    """Return the names that a Python file binds at its top level, or None when reading cannot tell."""
+def _names_in(file: str | None) -> tuple[set[str] | None, list[str]]:
+    """Return the names that a Python file binds (None when reading cannot tell) and its top-level functions."""
     if file is None or not file.endswith(".py"):
-        return None
+        return None, []
     try:
         tree = ast.parse(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):
-        return None
+        return None, []
     names: set[str] = set()
     for node in ast.walk(tree):  # also what stands in functions: rather a name too many than a loss refused
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -187,7 +187,8 @@ def _names_in(file: str | None) -> set[str] | None:
             names.add(node.id)
     made = {"*", "__getattr__", "globals", "setattr"}
     called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    return None if (names | called) & made else names
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return None if (names | called) & made else names, functions
 
 
 def _load_file(file: Path, what: str) -> ModuleType:
