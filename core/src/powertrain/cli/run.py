@@ -53,6 +53,8 @@ def execute(args: argparse.Namespace) -> int:
     """Run the recipe file; returns the exit status."""
     registry = Registry()
     config = load_config(args.recipe, args.overrides, registry=registry)
+    if not args.folder:
+        RunFolder.place(config["runs"], config["name"])
     if args.dry_run:
         placement = describe(config, registry)
         checked_recipe(RunContext(config, None, registry))

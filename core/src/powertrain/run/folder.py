@@ -75,20 +75,32 @@ class RunFolder:
     @classmethod
     def create(cls, runs: str | Path, name: str) -> RunFolder:
         """Make `<runs>/<name>-<date>-<time>` (with `-2`, `-3` ... where that is taken) and lock it."""
-        if not name or "/" in name or name.startswith("."):
-            message = f"a run cannot be named {name!r}; it is one folder's name"
-            raise ConfigError(message)
-        stem = path = Path(runs) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        stem = path = cls.place(runs, name) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
         for number in itertools.count(2):
             with suppress(FileExistsError):
                 return cls.make(path)
             path = stem.with_name(f"{stem.name}-{number}")
         raise AssertionError(runs)
 
+    @staticmethod
+    def place(runs: str | Path, name: str = "run") -> Path:
+        """Return `runs` as a whole path, made or not; ConfigError when no folder called `name` can be made there."""
+        if not name or "/" in name or name.startswith("."):
+            message = f"a run cannot be named {name!r}; it is one folder's name"
+            raise ConfigError(message)
+        folder = Path(runs).absolute()
+        there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        if not there.is_dir():
+            what = "a link to nothing" if there.is_symlink() else "a file"
+            message = f"runs: {str(there)!r} is {what}, not a folder; run folders cannot be made in it"
+            raise ConfigError(message)
+        return folder
+
     @classmethod
     def make(cls, path: str | Path) -> RunFolder:
-        """Make and lock the folder `path`; FileExistsError when it is there already."""
+        """Make and lock the folder `path`; FileExistsError when it is there already, ConfigError as for `place`."""
         folder = Path(path).absolute()
+        cls.place(folder.parent)
         with explained(f"making the run folder {str(folder)!r}"):
             folder.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir()

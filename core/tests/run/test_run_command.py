@@ -1,0 +1,58 @@
+"""`powertrain run` as a stranger calls it: what a faulty request is answered, before anything starts."""
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from powertrain.cli.main import main
+from powertrain.run.folder import RunFolder
+
+RECIPE = {
+    "recipe": "ppo",
+    "engines": "fsdp:d1|hf:d1",
+    "model": "someone/some-model",
+    "ppo": {"data": "powertrain_ppo.tasks:sums", "reward": "powertrain_ppo.tasks:exact", "steps": 3},
+}
+
+
+@pytest.fixture
+def dry(tmp_path: Path, capsys, monkeypatch):
+    """Return what a dry run of the recipe, with keys laid over it, answers: (status, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str, **keys) -> tuple[int, str, str]:
+        Path("sums.yaml").write_text(yaml.safe_dump({**RECIPE, **keys}))
+        status = main(["run", "sums.yaml", *words, "--dry-run"])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_the_recipe_by_itself_is_accepted(dry):
+    assert dry()[0] == 0
+
+
+@pytest.mark.parametrize("runs", ["file", "file/below", "nowhere-link"])
+@pytest.mark.parametrize("words", [["--dry-run"], []])
+def test_runs_that_is_no_folder_is_refused(tmp_path, monkeypatch, capsys, runs, words):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    Path("nowhere-link").symlink_to("nowhere")
+    Path("sums.yaml").write_text(yaml.safe_dump({**RECIPE, "runs": runs, "inline": "never"}))
+    assert main(["run", "sums.yaml", *words]) == 2
+    assert f"runs: '{tmp_path / runs.split('/')[0]}' is " in capsys.readouterr().err
+
+
+def test_folder_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(Exception, match="is a file, not a folder"):
+        RunFolder.make(tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", ".hidden"])
+def test_name_that_is_no_folder_is_refused_by_a_dry_run(dry, name):
+    status, _, err = dry(f"name={name}")
+    assert status == 2
+    assert f"a run cannot be named {name!r}" in err
