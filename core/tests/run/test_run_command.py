@@ -1,6 +1,5 @@
 """`powertrain run` as a stranger calls it: what a faulty request is answered, before anything starts."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -56,3 +55,34 @@ def test_name_that_is_no_folder_is_refused_by_a_dry_run(dry, name):
     status, _, err = dry(f"name={name}")
     assert status == 2
     assert f"a run cannot be named {name!r}" in err
+
+
+@pytest.mark.parametrize("words", [["hf.head_fp32=null"], ["engines=fsdp:d1|hf:d1?head_fp32=null"]])
+def test_null_of_a_parts_head_means_the_runs_setting(dry, words):
+    assert dry(*words, "head.fp32=false")[0] == 0
+
+
+@pytest.mark.parametrize("given", [{"shm": None}, {"shm": {}}, None])
+def test_transfer_without_options_is_accepted(dry, given):
+    assert dry(transfer_options=given)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (
+            {"bucket_mb": 64},
+            "(did you mean 'disk.bucket_mb' or 'ipc.bucket_mb' or ",
+        ),
+        ({"shm": 5}, "transfer shm is 5; it must be a mapping of options"),
+        ({5: 1}, "transfer_options: 5 is no transfer; there are: "),
+        ({5: {}}, "transfer_options: 5 is no transfer; there are: "),
+        ({None: None}, "transfer_options: None is no transfer; there are: "),
+        ({"shmm": {}}, "transfer_options: 'shmm' is no transfer (did you mean 'shm'?)"),
+        ({"shm": {"bucket_m": 1}}, "unknown option 'bucket_m' (did you mean 'bucket_mb'?)"),
+    ],
+)
+def test_faulty_transfer_options_are_told(dry, given, told):
+    status, _, err = dry(transfer_options=given)
+    assert status == 2
+    assert told in err

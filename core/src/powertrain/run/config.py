@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -110,6 +110,7 @@ def resolve_config(data: Mapping[str, Any], *, registry: Registry | None = None)
     values = _core_values(data, problems)
     given = {**values, "engines": data.get("engines")}
     problems += [f"{key!r} is required: {_CORE[key].help}" for key in _REQUIRED if given[key] is None]
+    values["transfer_options"] = _transfer_options(values["transfer_options"], registry, problems)
     layout = _found(data.get("engines"), lambda text: parse_layout(text, registry=registry), problems)
     recipe = _found(values["recipe"], registry.recipe, problems)
     sections = _sections(data, layout, recipe, problems)
@@ -165,6 +166,20 @@ def _core_values(data: Mapping[str, Any], problems: list[str]) -> dict[str, Any]
     return values
 
 
+def _transfer_options(
+    given: Mapping[Any, Any], registry: Registry, problems: list[str]
+) -> dict[str, Mapping[str, Any]]:
+    """Return the mapping of transfers to their options as given, a null as none; each name and option is checked."""
+    known = {name: spec.options for name, spec in registry.specs("transfer").items()} if given else {}
+    for name, options in given.items():
+        if name in known:
+            collect(known[name], options, where=f"transfer {name}", problems=problems)
+        else:
+            listed = f"{_meant(str(name), known, known)}; there are: {', '.join(known)}"
+            problems.append(f"transfer_options: {name!r} is no transfer{listed}")
+    return {name: options or {} for name, options in given.items()}
+
+
 def _sections(
     data: Mapping[str, Any], layout: Layout | None, recipe: RecipeSpec | None, problems: list[str]
 ) -> dict[str, dict[str, Any]]:
@@ -173,10 +188,11 @@ def _sections(
     tables = {part.label: (part.spec.options, False) for part in parts}
     tables |= {part.backend: (part.spec.options, True) for part in parts}
     tables |= {recipe.name: (recipe.options, True)} if recipe else {}
+    groups = {**GROUPS, **{name: options for name, (options, _) in tables.items()}}
     if layout and recipe:
         problems += [
-            f"unknown key {key!r}{_meant(str(key), tables)}; beside core's keys there are the sections: "
-            + ", ".join(sorted(tables))
+            f"unknown key {key!r}{_meant(str(key), groups, [*_CORE, *tables])}; "
+            f"beside core's keys there are the sections: {', '.join(sorted(tables))}"
             for key in data
             if key not in _CORE and key not in tables
         ]
@@ -195,11 +211,10 @@ def _sections(
     return {name: section for name, section in sections.items() if section}
 
 
-def _meant(key: str, tables: Mapping[str, tuple[Sequence[OptionSpec], bool]]) -> str:
-    """Return a hint for an unknown key: the section that has an option of that name, else the nearest key."""
-    groups = {**GROUPS, **{name: options for name, (options, _) in tables.items()}}
+def _meant(key: str, groups: Mapping[str, Sequence[OptionSpec]], known: Iterable[str]) -> str:
+    """Return a hint for an unknown key: the groups that have an option of that name, else the nearest known key."""
     homes = [f"'{name}.{key}'" for name, options in groups.items() if key in {option.name for option in options}]
-    return f" (did you mean {' or '.join(homes)}?)" if homes else nearest(key, [*_CORE, *tables])
+    return f" (did you mean {' or '.join(homes)}?)" if homes else nearest(key, known)
 
 
 def _merged(layout: Layout, sections: Mapping[str, Mapping[str, Any]], registry: Registry) -> Layout:

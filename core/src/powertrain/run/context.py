@@ -106,7 +106,7 @@ def engine_specs(config: RunConfig, model: str) -> Mapping[str, EngineSpec]:
             backend=part.backend,
             role=part.role,
             model=model,
-            head=replace(config.head, fp32=part.options.get("head_fp32", config.head.fp32)),
+            head=replace(config.head, fp32=config.head.fp32 if (own := part.options.get("head_fp32")) is None else own),
             lora=None if part.frozen else config.lora,
             optim=config.optim if part.role == "train" and not part.frozen else None,
             place=RankSpec(device=device),
