@@ -86,3 +86,18 @@ def test_faulty_transfer_options_are_told(dry, given, told):
     status, _, err = dry(transfer_options=given)
     assert status == 2
     assert told in err
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("./models", "model folder './models' does not exist below {base}"),
+        ("", "model '' is no folder below {base}"),
+        ("package:json/x.gguf", "package 'json' has no file 'x.gguf'"),
+    ],
+)
+def test_model_that_cannot_be_is_told_by_a_dry_run_beside_the_other_faults(dry, tmp_path, model, told):
+    status, _, err = dry("sed=1", model=model)
+    assert status == 2
+    assert told.format(base=repr(str(tmp_path))) in err
+    assert "'sed'" in err

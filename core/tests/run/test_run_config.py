@@ -243,6 +243,7 @@ def test_relative_paths_are_read_from_the_files_folder(read, tmp_path, monkeypat
 
 def test_model_folder_beside_the_file_is_found(read, tmp_path):
     (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").touch()
     assert read("", "model=tiny")["model"] == str(tmp_path / "tiny")
 
 

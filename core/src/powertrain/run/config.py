@@ -22,6 +22,7 @@ from powertrain.registry import Registry
 from powertrain.run.options import CORE_OPTIONS, GROUPS, SCHEDULE_OPTIONS
 from powertrain.run.recipe_file import lay_over, read_yaml, write_yaml
 from powertrain.specs import RecipeSpec
+from powertrain.tensors.models import locate
 from powertrain.tensors.schedules import check_schedule
 
 _REQUIRED: Final = ("recipe", "engines", "model")
@@ -112,6 +113,8 @@ def resolve_config(data: Mapping[str, Any], *, registry: Registry | None = None)
     problems += [f"{key!r} is required: {_CORE[key].help}" for key in _REQUIRED if given[key] is None]
     values["transfer_options"] = _transfer_options(values["transfer_options"], registry, problems)
     layout = _found(data.get("engines"), lambda text: parse_layout(text, registry=registry), problems)
+    base = Path(values["base"] or ".").absolute()
+    _found(values["model"], lambda model: locate(model, base), problems)
     recipe = _found(values["recipe"], registry.recipe, problems)
     sections = _sections(data, layout, recipe, problems)
     try:
@@ -120,7 +123,6 @@ def resolve_config(data: Mapping[str, Any], *, registry: Registry | None = None)
         problems.append(f"'optim.schedule': {exc}")
     if problems:
         raise Violations(problems, heading=f"the configuration has {len(problems)} fault{'s' * (len(problems) != 1)}:")
-    base = Path(values["base"] or ".").absolute()
     model = base / values["model"]
     values |= {
         "engines": data["engines"] if isinstance(data["engines"], str) else layout.to_mapping(),

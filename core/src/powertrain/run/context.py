@@ -137,7 +137,7 @@ def carry_out(config: RunConfig, folder: RunFolder, *, registry: Registry, resum
             recipe = checked_recipe(context)
             from powertrain.tensors.models import materialize  # which needs torch, so `check` has the first word
 
-            context.model_folder = str(materialize(config["model"]))
+            context.model_folder = materialize(config["model"], base=config["base"])
         except BaseException:
             if not resumed:
                 shutil.rmtree(folder.path, ignore_errors=True)

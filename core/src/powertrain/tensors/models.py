@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any, Final
 
 from powertrain.errors import ConfigError
+from powertrain.options import nearest
 
 PACKAGE: Final = "package:"
+_HUB_ID: Final = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_FORMS: Final = "give a folder, a hub id that is in the local hub cache, or package:NAME/FILE.gguf"
 _FORMAT: Final = 1  # part of the cache key; raised when the conversion changes
 _PATTERNS: Final = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
@@ -30,57 +35,80 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "powertrain"
 
 
-def materialize(model: str, cache: str | os.PathLike[str] | None = None) -> str:
-    """Return a folder in HF format for `model`; downloads or converts at most once, safe in concurrent processes.
+def locate(model: str, base: str | os.PathLike[str] = ".") -> Path | None:
+    """Return the folder or GGUF file that `model` means, loading nothing; None for a hub id, which is not looked up.
 
-    ConfigError, with the way out, for a folder without config.json, a package or file that is not there, and a hub id
-    that cannot be fetched.
+    base: from where a relative folder is read. ConfigError, with the way out, as for `materialize`.
     """
     if model.startswith(PACKAGE):
-        return str(_from_package(model, Path(cache) if cache is not None else cache_folder()))
-    folder = Path(model).expanduser()
-    if os.path.isdir(folder):  # noqa: PTH112 - Path's raises for a name that is too long
+        return _in_package(model)
+    folder = Path(base, Path(model).expanduser())
+    if model and os.path.isdir(folder):  # noqa: PTH112 - Path's raises for a name that is too long
         if not (folder / "config.json").is_file():
             message = f"model folder {model!r} has no config.json; it must be in Hugging Face format"
             raise ConfigError(message)
-        return str(folder)
-    if model.startswith((".", "/", "~")) or model.count("/") > 1:
-        message = f"model folder {model!r} does not exist"
+        return folder
+    if model and os.path.lexists(folder):
+        message = f"model {model!r} is a file; give a folder in Hugging Face format, or package:NAME/FILE.gguf"
         raise ConfigError(message)
-    return _from_hub(model)
+    below = f"below {str(Path(base).absolute())!r}"
+    if model.startswith((".", "/", "~")) or model.count("/") > 1:
+        beside = os.listdir(folder.parent) if os.path.isdir(folder.parent) else []  # noqa: PTH112, PTH208 - as above
+        where = "" if folder == Path(model).expanduser() else f" {below}"
+        message = f"model folder {model!r} does not exist{where}{nearest(folder.name, beside)}"
+        raise ConfigError(message)
+    if not _HUB_ID.fullmatch(model):
+        message = f"model {model!r} is no folder {below}, nor can it be a hub id; {_FORMS}"
+        raise ConfigError(message)
+    return None
 
 
-def _from_hub(model: str) -> str:
+def materialize(model: str, cache: str | os.PathLike[str] | None = None, *, base: str | os.PathLike[str] = ".") -> str:
+    """Return a folder in HF format for `model`; downloads or converts at most once, safe in concurrent processes.
+
+    base: as for `locate`. ConfigError, with the way out, for a folder without config.json, a package or file that is
+    not there, and a hub id that cannot be fetched.
+    """
+    found = locate(model, base)
+    if found is None:
+        return _from_hub(model, Path(base).absolute())
+    converted = model.startswith(PACKAGE)
+    return str(_converted(found, Path(cache) if cache is not None else cache_folder()) if converted else found)
+
+
+def _from_hub(model: str, base: Path) -> str:
     from huggingface_hub import snapshot_download
 
     try:
         return str(snapshot_download(model, allow_patterns=_PATTERNS))
     except Exception as exc:
         message = (
-            f"model {model!r} is no folder and cannot be fetched from the hub ({type(exc).__name__}: {exc}); "
-            "give a folder, a hub id that is in the local hub cache, or package:NAME/FILE.gguf"
+            f"model {model!r} is no folder below {str(base)!r} and cannot be fetched from the hub "
+            f"({type(exc).__name__}: {exc}); {_FORMS}"
         )
         raise ConfigError(message) from exc
 
 
-def _from_package(model: str, cache: Path) -> Path:
+def _in_package(model: str) -> Path:
+    """Return the path of a file that an installed package ships."""
     from importlib.util import find_spec
 
     name, _, file = model.removeprefix(PACKAGE).partition("/")
-    if not name or not file.endswith(".gguf"):
-        message = f"model {model!r} is not of the form package:NAME/FILE.gguf"
+    spec = find_spec(name) if name.isidentifier() else None
+    places = spec.submodule_search_locations if spec else None
+    if name.isidentifier() and not places:
+        hint = nearest(name, {module.name for module in iter_modules() if module.ispkg})
+        message = f"model {model!r}: package {name!r} is not installed{hint or '; install ' + name.replace('_', '-')}"
         raise ConfigError(message)
-    spec = find_spec(name)
-    if spec is None or not spec.submodule_search_locations:
-        message = f"model {model!r}: package {name!r} is not installed; install {name.replace('_', '-')}"
+    folder = Path(places[0]) if places else Path()
+    found = f"its GGUF files: {', '.join(sorted(path.name for path in folder.glob('*.gguf'))) or 'none'}"
+    if not places or not file.endswith(".gguf"):
+        message = f"model {model!r} is not of the form package:NAME/FILE.gguf{'; ' + found if places else ''}"
         raise ConfigError(message)
-    folder = Path(spec.submodule_search_locations[0])
-    source = folder / file
-    if not source.is_file():
-        found = ", ".join(sorted(path.name for path in folder.glob("*.gguf"))) or "none"
-        message = f"model {model!r}: package {name!r} has no file {file!r}; its GGUF files: {found}"
+    if not (folder / file).is_file():
+        message = f"model {model!r}: package {name!r} has no file {file!r}; {found}"
         raise ConfigError(message)
-    return _converted(source, cache)
+    return folder / file
 
 
 def _converted(source: Path, cache: Path) -> Path:
