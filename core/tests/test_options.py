@@ -13,16 +13,58 @@ def test_nearest_word_is_found_in_any_case():
 
 
 @pytest.mark.parametrize(
-    ("choices", "given", "ending"),
+    ("word", "known", "meant"),
     [
-        (("auto", "cpu", "cuda"), "gpu", "it takes auto, cpu, cuda"),
-        (("none", "full", "selective", "memory_budget"), "ful", "memory_budget (did you mean 'full'?)"),
+        ("bet1a", ["beta1", "beta2"], "beta1"),
+        ("bet2a", ["beta1", "beta2"], "beta2"),
+        ("learning_rate", ["lr", "eps"], "lr"),
+        ("r", ["rank", "alpha"], "rank"),
+        ("lora_alpha", ["rank", "alpha"], "alpha"),
+        ("target_modules", ["targets", "name"], "targets"),
+        ("gpu", ["auto", "cpu", "cuda"], "cuda"),
+        ("cuda:0", ["auto", "cpu", "cuda"], "cuda"),
+        ("cuad", ["auto", "cpu", "cuda"], "cuda"),
+        ("bf16", ["float32", "bfloat16", "float16"], "bfloat16"),
+        ("fp16", ["float32", "bfloat16", "float16"], "float16"),
+        ("fp32", ["float32", "bfloat16", "float16"], "float32"),
+        ("float23", ["float32", "bfloat16", "float16"], "float32"),
+        ("kepe", ["abort", "wait", "keep"], "keep"),
+        ("alow", ["refuse", "allow"], "allow"),
     ],
 )
-def test_one_of_few_choices_is_not_guessed(choices, given, ending):
+def test_nearest_word_is_the_one_meant(word, known, meant):
+    assert nearest(word, known) == f" (did you mean {meant!r}?)"
+
+
+@pytest.mark.parametrize("known", [["auto", "cpu"], []])
+def test_word_for_a_thing_that_is_not_there_is_not_guessed(known):
+    assert "cuda" not in nearest("gpu", known)
+
+
+@pytest.mark.parametrize(
+    ("choices", "given", "ending"),
+    [
+        (("auto", "cpu", "cuda"), "cuad", "it takes auto, cpu, cuda (did you mean 'cuda'?)"),
+        (("none", "full", "selective", "memory_budget"), "ful", "memory_budget (did you mean 'full'?)"),
+        ((None, "float32"), "float64x", "it takes null, float32 (did you mean 'float32'?)"),
+    ],
+)
+def test_value_that_is_no_choice_is_told_with_the_choices(choices, given, ending):
     with pytest.raises(ConfigError) as caught:
         convert(OptionSpec(name="kind", choices=choices), given)
     assert str(caught.value).endswith(ending)
+
+
+@pytest.mark.parametrize("value", [2**63, -(2**63) - 1, 10**30, str(10**30)])
+def test_whole_numbers_can_be_sent_to_another_process(value):
+    with pytest.raises(ConfigError, match=r"option 'n' is -?\d+; the (most|least) allowed is -?922337203685477580"):
+        convert(OptionSpec(name="n", type="int", default=1), value)
+
+
+@pytest.mark.parametrize("value", ["\0", "a\0b"])
+def test_text_without_end_of_string_inside(value):
+    with pytest.raises(ConfigError, match="option 'data' needs a value of type str"):
+        convert(OptionSpec(name="data"), value)
 
 
 @pytest.mark.parametrize(("value", "word"), [(True, "yes"), (False, "no"), ("auto", "auto")])
@@ -34,3 +76,14 @@ def test_a_bare_yes_or_no_of_yaml_is_the_word_among_the_choices(value, word):
 def test_numbers_are_finite(value):
     with pytest.raises(ConfigError, match="option 'lr' needs a value of type float"):
         convert(OptionSpec(name="lr", type="float", default=1.0), value)
+
+
+@pytest.mark.parametrize("kind", ["int", "float", "bool", "str"])
+@pytest.mark.parametrize(
+    ("value", "start"), [(None, "null"), ([["x"] * 5000], "[['x', "), ({"a": "x" * 5000}, "{'a': 'xx")]
+)
+def test_value_of_another_type_is_shown_in_short(kind, value, start):
+    with pytest.raises(ConfigError) as caught:
+        convert(OptionSpec(name="n", type=kind, default="a"), value)
+    assert f"option 'n' needs a value of type {kind}, got {start}" in str(caught.value)
+    assert len(str(caught.value)) < 220

@@ -10,13 +10,19 @@ import copy
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from powertrain.errors import ConfigError, Violations
 
 _BOOLEANS: Final = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+_USUAL: Final[Mapping[str, str]] = (
+    {"gpu": "cuda", "half": "float16", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "r": "rank"}
+    | {"learning_rate": "lr", "betas": "beta1", "lora_alpha": "alpha", "target_modules": "targets"}
+    | {"grad_clip": "clip", "max_grad_norm": "clip"}
+)
+"""Words that other programs use -> ours, which are not spelt alike."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,8 +69,21 @@ def options_of(record: type) -> tuple[OptionSpec, ...]:
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return ` (did you mean 'x'?)` for the closest known word, or an empty string."""
     table = {name.lower(): name for name in known}
-    found = difflib.get_close_matches(word.lower(), list(table), n=1, cutoff=0.6)
-    return f" (did you mean {table[found[0]]!r}?)" if found else ""
+    word = word.lower()
+    found = [name for name in table if name == _USUAL.get(word)] or difflib.get_close_matches(word, table)
+    # Of equally near words the one of the same letters: `bet1a` is `beta1` and not `beta2`.
+    best = max(found, key=lambda name: (_alike(word, name), _alike(sorted(word), sorted(name))), default="")
+    return f" (did you mean {table[best]!r}?)" if best else ""
+
+
+def _alike(word: Sequence[str], name: Sequence[str]) -> float:
+    return difflib.SequenceMatcher(None, name, word).ratio()
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message shows it: in YAML's word where there is none, cut where it is long."""
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}… ({len(text)} characters)"
 
 
 def convert(spec: OptionSpec, value: Any) -> Any:
@@ -73,28 +92,26 @@ def convert(spec: OptionSpec, value: Any) -> Any:
     Text is read strictly: `int` takes `12` and not `1.5`, `bool` takes true/false/yes/no/on/off/1/0, `list` takes
     JSON or comma-separated text, `mapping` takes JSON.
     """
-    if value is None or (isinstance(value, str) and value.lower() in {"null", "none"} and spec.default is None):
-        if spec.default is None:
-            return None
-        message = f"option {spec.name!r} needs a value of type {spec.type}, got none"
-        raise ConfigError(message)
+    if spec.default is None and (value is None or (isinstance(value, str) and value.lower() in {"null", "none"})):
+        return None
     try:
         result = READERS[spec.type](value)
     except (ValueError, TypeError, KeyError) as exc:
-        message = f"option {spec.name!r} needs a value of type {spec.type}, got {value!r}"
+        message = f"option {spec.name!r} needs a value of type {spec.type}, got {shown(value)}"
         raise ConfigError(message) from exc
     if isinstance(value, bool):  # what YAML makes of a bare yes or no, where that is a choice
         result = next((word for word in spec.choices if _BOOLEANS.get(str(word)) is value), result)
-    # Of few words the nearest one says nothing more, and may mislead: `gpu` is nearer to `cpu` than to `cuda`.
-    hint = nearest(str(result), map(str, spec.choices)) if len(spec.choices) > 3 else ""
+    words = ["null" if word is None else str(word) for word in spec.choices]
+    ends = (-(2**63), 2**63 - 1) if spec.type == "int" else (None, None)  # what a message to another process can hold
+    least, most = (end if own is None else own for own, end in zip((spec.minimum, spec.maximum), ends, strict=True))
     limits = {
-        f"it takes {', '.join(map(str, spec.choices))}{hint}": spec.choices and result not in spec.choices,
-        f"the least allowed is {spec.minimum}": spec.minimum is not None and result < spec.minimum,
-        f"the most allowed is {spec.maximum}": spec.maximum is not None and result > spec.maximum,
+        f"it takes {', '.join(words)}{nearest(str(result), words)}": words and result not in spec.choices,
+        f"the least allowed is {least}": least is not None and result < least,
+        f"the most allowed is {most}": most is not None and result > most,
     }
     broken = [limit for limit, beyond in limits.items() if beyond]
     if broken:
-        message = f"option {spec.name!r} is {result!r}; {broken[0]}"
+        message = f"option {spec.name!r} is {shown(result)}; {broken[0]}"
         raise ConfigError(message)
     return result
 
@@ -112,7 +129,7 @@ def _number(value: Any) -> float:
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, (str, int, float)):
+    if not isinstance(value, (str, int, float)) or "\0" in str(value):
         raise ValueError
     return str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -161,10 +178,10 @@ def collect(specs: Iterable[OptionSpec], given: Any, *, where: str, problems: li
     table = {spec.name: spec for spec in specs}
     given = {} if given is None else given
     if not isinstance(given, Mapping):
-        problems.append(f"{where} is {given!r}; it must be a mapping of options")
+        problems.append(f"{where} is {shown(given)}; it must be a mapping of options")
         given = {}
     problems += [
-        f"{where}: unknown option {name!r}{nearest(str(name), table)}; "
+        f"{where}: unknown option {shown(name)}{nearest(str(name), table)}; "
         f"it has: {', '.join(sorted(table)) or 'no options'}"
         for name in given
         if name not in table

@@ -286,3 +286,10 @@ def test_value_that_no_run_can_use_is_refused(read, words, told):
     with pytest.raises(Violations) as caught:
         read("", *words)
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["start", "step", "generate", "update", "engine"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_deadline_that_is_over_before_it_begins_is_refused(read, name, value):
+    with pytest.raises(Violations, match=f"option '{name}' is {value}.0; the least allowed is 0.001"):
+        read("", f"timeouts.{name}={value}")

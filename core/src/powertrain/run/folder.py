@@ -37,10 +37,7 @@ def explained(what: str) -> Iterator[None]:
     """Turn an error of the file system into ours, with the cause in words and the way out."""
     try:
         yield
-    except (
-        WorkerError,
-        CheckpointError,
-    ) as exc:  # a library in an engine may have wrapped what the system said
+    except (WorkerError, CheckpointError) as exc:  # a library in an engine may have wrapped what the system said
         for code in map(int, re.findall(r"(?:\[Errno|os error) (\d+)[\])]", str(exc))):
             if code in _CAUSES:
                 message = f"{what} failed: {_CAUSES[code]}"

@@ -14,11 +14,13 @@ from powertrain.interfaces.build import HeadSpec, LoraSpec, OptimSpec, ScheduleS
 from powertrain.options import OptionSpec, options_of
 
 TIMEOUT_OPTIONS: Final = (
-    OptionSpec(name="start", type="float", default=600.0, minimum=0, help="seconds for all engines to be built"),
-    OptionSpec(name="step", type="float", default=1800.0, minimum=0, help="seconds for a step, save or export"),
-    OptionSpec(name="generate", type="float", default=1800.0, minimum=0, help="seconds for one batch of requests"),
-    OptionSpec(name="update", type="float", default=300.0, minimum=0, help="seconds for each step of a weight update"),
-    OptionSpec(name="engine", type="float", default=300.0, minimum=0, help="seconds for any wait inside an engine"),
+    OptionSpec(name="start", type="float", default=600.0, minimum=0.001, help="seconds for all engines to be built"),
+    OptionSpec(name="step", type="float", default=1800.0, minimum=0.001, help="seconds for a step, save or export"),
+    OptionSpec(name="generate", type="float", default=1800.0, minimum=0.001, help="seconds for one batch of requests"),
+    OptionSpec(
+        name="update", type="float", default=300.0, minimum=0.001, help="seconds for each step of a weight update"
+    ),
+    OptionSpec(name="engine", type="float", default=300.0, minimum=0.001, help="seconds for any wait inside an engine"),
 )
 GROUPS: Final[Mapping[str, tuple[OptionSpec, ...]]] = {
     "head": options_of(HeadSpec),
@@ -29,21 +31,14 @@ GROUPS: Final[Mapping[str, tuple[OptionSpec, ...]]] = {
 SCHEDULE_OPTIONS: Final = options_of(ScheduleSpec)
 """Core keys that hold a mapping, with the options in it; `optim.schedule` holds `SCHEDULE_OPTIONS`."""
 
-CHECKPOINT_OPTIONS: Final = (
-    OptionSpec(
-        name="no_save_optim",
-        type="bool",
-        default=False,
-        help="leave the optimizer state out of checkpoints: they are smaller and quicker to write, "
-        "but a resumed run starts with fresh Adam moments at full learning rate",
-    ),
-    OptionSpec(
-        name="no_load_optim",
-        type="bool",
-        default=False,
-        help="do not load the optimizer state of a checkpoint: one without it, or from another optimizer, can be used, "
-        "but the resumed run starts with fresh Adam moments at full learning rate",
-    ),
+_SAVED: Final = "leave the optimizer state out of checkpoints: they are smaller and quicker to write, but a"
+_LOADED: Final = (
+    "do not load the optimizer state of a checkpoint: one without it, or from another optimizer, can be used, but the"
+)
+_FRESH: Final = "resumed run starts with fresh Adam moments at full learning rate"
+CHECKPOINT_OPTIONS: Final = tuple(
+    OptionSpec(name=name, type="bool", default=False, help=f"{what} {_FRESH}")
+    for name, what in (("no_save_optim", _SAVED), ("no_load_optim", _LOADED))
 )
 """The same for every training engine, off by default; they become fields of `EngineSpec` of the same names."""
 
