@@ -17,11 +17,14 @@ from typing import Any, Final
 from powertrain.errors import ConfigError, Violations
 
 _BOOLEANS: Final = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
-_USUAL: Final[Mapping[str, str]] = (
-    {"gpu": "cuda", "half": "float16", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "r": "rank"}
-    | {"learning_rate": "lr", "betas": "beta1", "lora_alpha": "alpha", "target_modules": "targets"}
-    | {"grad_clip": "clip", "max_grad_norm": "clip"}
-)
+_USUAL: Final[Mapping[str, str]] = {
+    "gpu": "cuda",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "r": "rank",
+} | {"learning_rate": "lr", "betas": "beta1", "lora_alpha": "alpha", "target_modules": "targets"}
 """Words that other programs use -> ours, which are not spelt alike."""
 
 
@@ -173,15 +176,20 @@ def resolve(specs: Iterable[OptionSpec], given: Mapping[str, Any], *, where: str
     return values
 
 
-def collect(specs: Iterable[OptionSpec], given: Any, *, where: str, problems: list[str]) -> dict[str, Any]:
-    """As `resolve`, but append the faults to `problems` and go on with the defaults; given: a mapping, or None."""
+def collect(
+    specs: Iterable[OptionSpec], given: Any, *, where: str, problems: list[str], hint: Callable[..., str] = nearest
+) -> dict[str, Any]:
+    """As `resolve`, but append the faults to `problems` and go on with the defaults; given: a mapping, or None.
+
+    hint: what is added to an unknown name, from the name and those that there are.
+    """
     table = {spec.name: spec for spec in specs}
     given = {} if given is None else given
     if not isinstance(given, Mapping):
         problems.append(f"{where} is {shown(given)}; it must be a mapping of options")
         given = {}
     problems += [
-        f"{where}: unknown option {shown(name)}{nearest(str(name), table)}; "
+        f"{where}: unknown option {shown(name)}{hint(str(name), table)}; "
         f"it has: {', '.join(sorted(table)) or 'no options'}"
         for name in given
         if name not in table

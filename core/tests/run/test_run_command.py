@@ -46,7 +46,7 @@ def test_runs_that_is_no_folder_is_refused(tmp_path, monkeypatch, capsys, runs, 
 
 def test_folder_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(Exception, match="is a file, not a folder"):
+    with pytest.raises(Exception, match="is a file or a link to nothing, not a folder"):
         RunFolder.make(tmp_path / "file" / "run")
 
 

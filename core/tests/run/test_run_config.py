@@ -45,7 +45,7 @@ class Known:
         return self._one("recipe", name, {"loop": RECIPE})
 
     def names(self, kind: str) -> list[str]:
-        return {"backend": ["inf", "tr"], "transfer": ["local"], "recipe": ["loop"]}[kind]
+        return {"backend": ["inf", "tr", "vl"], "transfer": ["local"], "recipe": ["loop"]}[kind]
 
     def _one(self, kind, name, table):
         if name not in table:
@@ -293,3 +293,32 @@ def test_value_that_no_run_can_use_is_refused(read, words, told):
 def test_deadline_that_is_over_before_it_begins_is_refused(read, name, value):
     with pytest.raises(Violations, match=f"option '{name}' is {value}.0; the least allowed is 0.001"):
         read("", f"timeouts.{name}={value}")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("recipe: lop\nengines: tr:d1|inf:d1\nmodel: a/b\n", ["no recipe 'lop'"]),
+        ("recipe: [a]\nengines: tr:d1|inf:d1\nmodel: a/b\n", ["option 'recipe' needs"]),
+        ("recipe: loop\nengines: tr:d1|inf:d1\nmodel: [a]\n", ["option 'model' needs"]),
+        ("recipe: loop\nengines: [a, b]\nmodel: a/b\n", ["(the key 'engines') is a config string or a mapping, not a"]),
+        ("recipe: loop\nengines: 5\nmodel: a/b\n", ["(the key 'engines') is a config string or a mapping, not a"]),
+        ("recipe: loop\nengines: {train: a}\nmodel: a/b\n", ["has no key 'train'", "groups is "]),
+        (
+            "recipe: loop\nengines: tr:d1|inf:d1\nmodel: a/b\noptim: {schedule: {kind: cosine, warmup_steps: 9}}\n",
+            ["warmup takes 9 of 7"],
+        ),
+        ("reciep: loop\nengines: tr:d1|inf:d1\nmodel: a/b\n", ["'recipe' is required", "key 'reciep' (did you mean"]),
+        ("recipe: loop\nenginse: tr:d1|inf:d1\nmodel: a/b\n", ["'engines' is required", "key 'enginse' (did you mean"]),
+        ("recipe: loop\nengines: tr:d1|inf:d1\nmodle: a/b\n", ["'model' is required", "unknown key 'modle' (did you"]),
+        (BASE + "vl: {a: 1}\n", ["section 'vl': no part of the layout is of that backend"]),
+        (BASE + "tr: {fill: 1}\n", ["unknown option 'fill' (did you mean 'inf.fill'?)"]),
+        (BASE + "loop: {lr: 1}\n", ["unknown option 'lr' (did you mean 'optim.lr'?)"]),
+    ],
+)
+def test_each_fault_is_told_once(read, text, told):
+    with pytest.raises(Violations) as caught:
+        read("", base=text)
+    assert len(caught.value.problems) == len(told), caught.value.problems
+    assert f"has {len(told)} fault" in str(caught.value)
+    assert all(any(word in problem for problem in caught.value.problems) for word in told), caught.value.problems

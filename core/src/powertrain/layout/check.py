@@ -34,7 +34,7 @@ def parse_layout(text: str | Mapping[str, Any], *, registry: Registry | None = N
     if isinstance(text, Mapping):
         text = mapping_text(text)
     elif not isinstance(text, str):
-        message = f"a layout is a config string or a mapping, not {type(text).__name__}"
+        message = f"a layout (the key 'engines') is a config string or a mapping, not a {type(text).__name__}"
         raise ConfigError(message)
     if registry is None:
         from powertrain.registry import Registry

@@ -110,17 +110,17 @@ def resolve_config(data: Mapping[str, Any], *, registry: Registry | None = None)
     problems: list[str] = []
     values = _core_values(data, problems)
     given = {**values, "engines": data.get("engines")}
-    problems += [f"{key!r} is required: {_CORE[key].help}" for key in _REQUIRED if given[key] is None]
+    needed = [key for key in _REQUIRED if given[key] is None and f"option {key!r}" not in " ".join(problems)]
+    problems += [f"{key!r} is required: {_CORE[key].help}" for key in needed]
     values["transfer_options"] = _transfer_options(values["transfer_options"], registry, problems)
     layout = _found(data.get("engines"), lambda text: parse_layout(text, registry=registry), problems)
     base = Path(values["base"] or ".").absolute()
     _found(values["model"], lambda model: locate(model, base), problems)
     recipe = _found(values["recipe"], registry.recipe, problems)
-    sections = _sections(data, layout, recipe, problems)
-    try:
-        check_schedule(_schedule(values["optim"]["schedule"], sections.get(recipe.name, {}) if recipe else {}))
-    except ConfigError as exc:
-        problems.append(f"'optim.schedule': {exc}")
+    sections = _sections(data, layout, recipe, registry, problems)
+    if recipe:  # whose `steps` the schedule may need
+        schedule = _schedule(values["optim"]["schedule"], sections.get(recipe.name, {}))
+        _found(schedule, check_schedule, problems, where="'optim.schedule': ")
     if problems:
         raise Violations(problems, heading=f"the configuration has {len(problems)} fault{'s' * (len(problems) != 1)}:")
     model = base / values["model"]
@@ -139,12 +139,12 @@ def _schedule(given: Mapping[str, Any], recipe_options: Mapping[str, Any]) -> Sc
     return ScheduleSpec(**{**given, "total_steps": given["total_steps"] or recipe_options.get("steps")})
 
 
-def _found(given: Any, find: Callable[[Any], Any], problems: list[str]) -> Any:
+def _found(given: Any, find: Callable[[Any], Any], problems: list[str], where: str = "") -> Any:
     """Return what `find` makes of a value, or None where there is none or it is faulty."""
     try:
         return None if given is None else find(given)
     except (ConfigError, PluginError) as exc:
-        problems.append(str(exc))
+        problems += [where + told for told in getattr(exc, "problems", (str(exc),))]
         return None
 
 
@@ -177,13 +177,13 @@ def _transfer_options(
         if name in known:
             collect(known[name], options, where=f"transfer {name}", problems=problems)
         else:
-            listed = f"{_meant(str(name), known, known)}; there are: {', '.join(known)}"
-            problems.append(f"transfer_options: {name!r} is no transfer{listed}")
+            hint = _meant(str(name), known, known)
+            problems.append(f"transfer_options: {name!r} is no transfer{hint}; there are: {', '.join(known)}")
     return {name: options or {} for name, options in given.items()}
 
 
 def _sections(
-    data: Mapping[str, Any], layout: Layout | None, recipe: RecipeSpec | None, problems: list[str]
+    data: Mapping[str, Any], layout: Layout | None, recipe: RecipeSpec | None, registry: Registry, problems: list[str]
 ) -> dict[str, dict[str, Any]]:
     """Return the sections: the recipe's and each backend's with all defaults, each named part's as it is given."""
     parts = layout.parts if layout else ()
@@ -191,23 +191,23 @@ def _sections(
     tables |= {part.backend: (part.spec.options, True) for part in parts}
     tables |= {recipe.name: (recipe.options, True)} if recipe else {}
     groups = {**GROUPS, **{name: options for name, (options, _) in tables.items()}}
-    if layout and recipe:
-        problems += [
-            f"unknown key {key!r}{_meant(str(key), groups, [*_CORE, *tables])}; "
-            f"beside core's keys there are the sections: {', '.join(sorted(tables))}"
-            for key in data
-            if key not in _CORE and key not in tables
-        ]
-        problems += [
-            f"part {part.label!r} has the name of a key or of the recipe; name it otherwise, so its section is its own"
-            for part in parts
-            if part.label in _CORE or part.label == recipe.name
-        ]
+    for key in (key for key in data if key not in _CORE and key not in tables):
+        if key in registry.names("backend") and layout:
+            problems.append(f"section {key!r}: no part of the layout is of that backend")
+        elif (layout and recipe) or nearest(str(key), _CORE):  # else it may be a section of what is not known
+            hint, listed = _meant(str(key), groups, [*_CORE, *tables]), ", ".join(sorted(tables)) or "none"
+            problems.append(f"unknown key {key!r}{hint}; beside core's keys there are the sections: {listed}")
+    problems += [
+        f"part {part.label!r} has the name of a key or of the recipe; name it otherwise, so its section is its own"
+        for part in parts
+        if part.label in _CORE or (recipe and part.label == recipe.name)
+    ]
     sections = {}
     for name, (options, whole) in tables.items():
         given = data.get(name)
-        more = () if recipe and name == recipe.name else PART_OPTIONS
-        values = collect((*options, *more), given, where=f"section {name!r}", problems=problems)
+        own = options if recipe and name == recipe.name else (*options, *PART_OPTIONS)
+        where = f"section {name!r}"
+        values = collect(own, given, where=where, problems=problems, hint=lambda key, own: _meant(key, groups, own))
         kept = {option.name for option in options if whole}.union(given if isinstance(given, Mapping) else ())
         sections[name] = {key: value for key, value in values.items() if key in kept}
     return {name: section for name, section in sections.items() if section}

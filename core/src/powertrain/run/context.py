@@ -83,15 +83,9 @@ def make_driver(
         if any(option.name == "synchronous" for option in spec.options):
             options.setdefault(name, {}).setdefault("synchronous", synchronous)
     same = ("inline", "head_mismatch", "launcher", "launcher_options", "transfer", "env")
-    return Driver(
-        config.layout,
-        engine_specs(config, model),
-        registry=registry,
-        run_dir=run_dir,
-        transfer_options=options,
-        timeouts={key: value for key, value in config["timeouts"].items() if key != "engine"},
-        **{key: config[key] for key in same},
-    )
+    given = {key: config[key] for key in same} | {"registry": registry, "run_dir": run_dir, "transfer_options": options}
+    timeouts = {key: value for key, value in config["timeouts"].items() if key != "engine"}
+    return Driver(config.layout, engine_specs(config, model), timeouts=timeouts, **given)
 
 
 def engine_specs(config: RunConfig, model: str) -> Mapping[str, EngineSpec]:

@@ -72,11 +72,10 @@ class RunFolder:
     @classmethod
     def create(cls, runs: str | Path, name: str) -> RunFolder:
         """Make `<runs>/<name>-<date>-<time>` (with `-2`, `-3` ... where that is taken) and lock it."""
-        stem = path = cls.place(runs, name) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        for number in itertools.count(2):
+        stem = cls.place(runs, name) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        for number in itertools.count(1):
             with suppress(FileExistsError):
-                return cls.make(path)
-            path = stem.with_name(f"{stem.name}-{number}")
+                return cls.make(f"{stem}-{number}" if number > 1 else stem)
         raise AssertionError(runs)
 
     @staticmethod
@@ -88,21 +87,19 @@ class RunFolder:
         folder = Path(runs).absolute()
         there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
         if not there.is_dir():
-            what = "a link to nothing" if there.is_symlink() else "a file"
-            message = f"runs: {str(there)!r} is {what}, not a folder; run folders cannot be made in it"
+            message = f"runs: {str(there)!r} is a file or a link to nothing, not a folder; no run can be kept in it"
             raise ConfigError(message)
         return folder
 
     @classmethod
-    def make(cls, path: str | Path) -> RunFolder:
-        """Make and lock the folder `path`; FileExistsError when it is there already, ConfigError as for `place`."""
-        folder = Path(path).absolute()
+    def make(cls, place: str | Path) -> RunFolder:
+        """Make and lock the folder `place`; FileExistsError when it is there already, ConfigError as for `place`."""
+        folder = Path(place).absolute()
         cls.place(folder.parent)
         with explained(f"making the run folder {str(folder)!r}"):
             folder.parent.mkdir(parents=True, exist_ok=True)
-            folder.mkdir()
-            (folder / "logs").mkdir()
-            (folder / "checkpoints").mkdir()
+            for path in (folder, folder / "logs", folder / "checkpoints"):
+                path.mkdir()
         return cls(folder)
 
     @classmethod
