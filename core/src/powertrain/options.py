@@ -10,7 +10,7 @@ import copy
 import difflib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
@@ -75,12 +75,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
     word = word.lower()
     found = [name for name in table if name == _USUAL.get(word)] or difflib.get_close_matches(word, table)
     # Of equally near words the one of the same letters: `bet1a` is `beta1` and not `beta2`.
-    best = max(found, key=lambda name: (_alike(word, name), _alike(sorted(word), sorted(name))), default="")
+    best = max(found, key=lambda name: difflib.SequenceMatcher(None, sorted(name), sorted(word)).ratio(), default="")
     return f" (did you mean {table[best]!r}?)" if best else ""
-
-
-def _alike(word: Sequence[str], name: Sequence[str]) -> float:
-    return difflib.SequenceMatcher(None, name, word).ratio()
 
 
 def shown(value: Any) -> str:
@@ -105,12 +101,11 @@ def convert(spec: OptionSpec, value: Any) -> Any:
     if isinstance(value, bool):  # what YAML makes of a bare yes or no, where that is a choice
         result = next((word for word in spec.choices if _BOOLEANS.get(str(word)) is value), result)
     words = ["null" if word is None else str(word) for word in spec.choices]
-    ends = (-(2**63), 2**63 - 1) if spec.type == "int" else (None, None)  # what a message to another process can hold
-    least, most = (end if own is None else own for own, end in zip((spec.minimum, spec.maximum), ends, strict=True))
     limits = {
         f"it takes {', '.join(words)}{nearest(str(result), words)}": words and result not in spec.choices,
-        f"the least allowed is {least}": least is not None and result < least,
-        f"the most allowed is {most}": most is not None and result > most,
+        f"the least allowed is {spec.minimum}": spec.minimum is not None and result < spec.minimum,
+        f"the most allowed is {spec.maximum}": spec.maximum is not None and result > spec.maximum,
+        "whole numbers have at most 64 bits": spec.type == "int" and not -(2**63) <= result < 2**63,
     }
     broken = [limit for limit, beyond in limits.items() if beyond]
     if broken:

@@ -101,3 +101,18 @@ def test_model_that_cannot_be_is_told_by_a_dry_run_beside_the_other_faults(dry, 
     assert status == 2
     assert told.format(base=repr(str(tmp_path))) in err
     assert "'sed'" in err
+
+
+@pytest.mark.parametrize(("steps", "refused"), [(1, True), (5, True), (6, False), (9, False)])
+def test_resumed_run_cannot_have_fewer_steps_than_it_has_taken(dry, tmp_path, capsys, monkeypatch, steps, refused):
+    config = dry("ppo.steps=6")[1]
+    with RunFolder.make(tmp_path / "run") as folder:
+        folder.write_config(config)
+        with folder.checkpoint(6, keep_last=1):
+            pass
+    carried = []
+    monkeypatch.setattr("powertrain.cli.resume.carry_on", lambda *args, **kwargs: carried.append(args) or 0)
+    assert main(["resume", "run", f"ppo.steps={steps}"]) == (2 if refused else 0)
+    told = f"'ppo.steps' is {steps}; the run has taken 6, give at least 6"
+    assert (told in capsys.readouterr().err) is refused
+    assert len(carried) == (not refused)

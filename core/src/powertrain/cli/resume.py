@@ -10,6 +10,7 @@ import argparse
 from typing import Final
 
 from powertrain.cli.run import allow_mixed, carry_on, start_again
+from powertrain.errors import ConfigError
 from powertrain.registry import Registry
 from powertrain.run.config import load_config
 from powertrain.run.folder import RunFolder
@@ -30,4 +31,9 @@ def execute(args: argparse.Namespace) -> int:
     registry = Registry()
     config = load_config(RunFolder.check(args.folder) / "config.yaml", args.overrides, registry=registry, fixed=FIXED)
     start_again(config, registry)
-    return carry_on(config, RunFolder.open(args.folder), registry, resumed=True)
+    with RunFolder.open(args.folder) as folder:
+        taken, steps = (folder.latest() or (0,))[0], config.recipe_options.get("steps")
+        if steps is not None and steps < taken:
+            message = f"'{config.recipe_spec.name}.steps' is {steps}; the run has taken {taken}, give at least {taken}"
+            raise ConfigError(message)
+        return carry_on(config, folder, registry, resumed=True)

@@ -30,9 +30,7 @@ AGAIN: Final = "POWERTRAIN_STARTED_AGAIN"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `powertrain run`."""
     parser.add_argument("recipe", metavar="RECIPE.yaml", help="recipe file")
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value", help="laid over the file; a.b=c reaches inside"
-    )
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="laid over it; a.b=c is nested")
     parser.add_argument("--dry-run", action="store_true", help="print configuration and placement, start nothing")
     parser.add_argument("--folder", metavar="RUN_DIR", help="the run's folder, new; made below `runs` if not given")
     allow_mixed(parser)
@@ -53,8 +51,7 @@ def execute(args: argparse.Namespace) -> int:
     """Run the recipe file; returns the exit status."""
     registry = Registry()
     config = load_config(args.recipe, args.overrides, registry=registry)
-    if not args.folder:
-        RunFolder.place(config["runs"], config["name"])
+    RunFolder.place(os.path.dirname(args.folder or "") or ("." if args.folder else config["runs"]), config["name"])  # noqa: PTH120
     if args.dry_run:
         placement = describe(config, registry)
         checked_recipe(RunContext(config, None, registry))

@@ -82,10 +82,10 @@ def make_driver(
     for name, spec in registry.specs("transfer").items():
         if any(option.name == "synchronous" for option in spec.options):
             options.setdefault(name, {}).setdefault("synchronous", synchronous)
-    same = ("inline", "head_mismatch", "launcher", "launcher_options", "transfer", "env")
-    given = {key: config[key] for key in same} | {"registry": registry, "run_dir": run_dir, "transfer_options": options}
+    given = {key: config[key] for key in ("inline", "head_mismatch", "launcher", "launcher_options", "transfer", "env")}
     timeouts = {key: value for key, value in config["timeouts"].items() if key != "engine"}
-    return Driver(config.layout, engine_specs(config, model), timeouts=timeouts, **given)
+    given |= {"registry": registry, "run_dir": run_dir, "transfer_options": options, "timeouts": timeouts}
+    return Driver(config.layout, engine_specs(config, model), **given)
 
 
 def engine_specs(config: RunConfig, model: str) -> Mapping[str, EngineSpec]:
