@@ -54,7 +54,7 @@ class _Registry:
 _REGISTRY = _Registry()
 _WORDS = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.-]{0,6}", fullmatch=True)
 # Text without halves of surrogate pairs, which is refused; YAML also has no form for some control characters.
-_TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=12) | st.sampled_from(
+_TEXT = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=12) | st.sampled_from(
     ["null", "None", "'", "a=b&c|d"]
 )
 _FLOATS = st.floats(allow_nan=False, allow_infinity=False)
@@ -66,7 +66,7 @@ _JSON = st.recursive(
 _VALUES = st.fixed_dictionaries(
     {},
     optional={
-        "i": st.none() | st.integers(),
+        "i": st.none() | st.integers(-(2**63), 2**63 - 1),
         "f": _FLOATS,
         "b": st.booleans(),
         "s": st.none() | _TEXT,
