@@ -25,8 +25,8 @@ from powertrain.interfaces.weights import Piece
 from powertrain.tensors.disk_files import CHUNK, FORMAT, Clock, Stored, header, key
 from powertrain.tensors.disk_folder import Folder, write_all
 from powertrain.tensors.planned import PlannedTransfer
-from powertrain.tensors.sink import block_view
 from powertrain.tensors.verify import Checked
+from powertrain.tensors.views import block_view
 from powertrain.weights.boxes import ITEM_SIZE
 from powertrain.weights.transaction import together
 

@@ -19,6 +19,8 @@ import torch
 
 from powertrain.errors import DeadlineError, TransferError
 from powertrain.tensors.disk_folder import MANIFEST
+from powertrain.tensors.views import narrowed
+from powertrain.weights import ranges
 from powertrain.weights.boxes import ITEM_SIZE
 
 if TYPE_CHECKING:
@@ -62,7 +64,7 @@ class Clock:
 
 def key(name: str, start: Sequence[int], size: Sequence[int]) -> str:
     """Return how a block that is not its whole tensor is called in a file: with its range."""
-    return name + "[" + ", ".join(f"{s}:{s + n}" for s, n in zip(start, size, strict=True)) + "]"
+    return name + ranges.text((tuple(start), tuple(size)))
 
 
 def header(blocks: Sequence[tuple[str, Block]], facts: Mapping[str, str]) -> bytes:
@@ -166,6 +168,4 @@ class Stored:
                 self._refuse(f"the file of {read.name!r} has become shorter since it was checked")
             done += got
         view = data.view(getattr(torch, block.dtype)).view((rows, *block.size[1:]) if block.size else ())
-        for axis, (at, n) in list(enumerate(zip(read.start, read.size, strict=True)))[1:]:
-            view = view.narrow(axis, at - block.start[axis], n)
-        return view
+        return narrowed(view, (*read.start[:1], *block.start[1:]), read.start, read.size)

@@ -12,7 +12,7 @@ Blocks on a card that a sink does not run on go through a staging area in shared
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +24,10 @@ from powertrain.interfaces.weights import Piece
 from powertrain.tensors import cuda_ipc
 from powertrain.tensors.planned import PlannedTransfer
 from powertrain.tensors.shm import ShmTransfer
-from powertrain.tensors.sink import BoxSink, Prepared, block_view
+from powertrain.tensors.sink import BoxSink, Prepared, dtype_name
 from powertrain.tensors.turns import Turn, await_turn
 from powertrain.tensors.verify import Checked
+from powertrain.tensors.views import pieces
 from powertrain.weights.transaction import together
 
 if TYPE_CHECKING:
@@ -96,8 +97,7 @@ def _export(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         base, size = cuda_ipc.allocation(tensor.data_ptr())
         if base not in segments:
             segments[base] = (len(segments), cuda_ipc.export_handle(base), size)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        storages[name] = (segments[base][0], tensor.data_ptr() - base, span, dtype)
+        storages[name] = (segments[base][0], tensor.data_ptr() - base, span, dtype_name(tensor.dtype))
     return {"segments": [(handle, size) for _, handle, size in segments.values()], "storages": storages}
 
 
@@ -166,7 +166,7 @@ class IpcSink(Checked):
             found.mappings += maps
             for name, (segment, offset, count, dtype) in offer["storages"].items():
                 views[rank, name] = maps[segment].view(offset, count, getattr(torch, dtype))
-        found.pieces = list(_pieces(found.reads, views))
+        found.pieces = list(pieces(found.reads, lambda block: views[block.rank, block.storage]))
 
     def release(self, session: str) -> None:
         """Unmap a pair's memory."""
@@ -186,15 +186,6 @@ def _unmap(found: _Session) -> None:
     found.pieces, found.prepared = [], None
     while found.mappings:
         found.mappings.pop().close()
-
-
-def _pieces(reads: Iterable[Read], views: Mapping[tuple[int, str], torch.Tensor]) -> Iterator[Piece]:
-    for read in reads:
-        block = read.block
-        place = block.place + sum(
-            (at - own) * n for at, own, n in zip(read.start, block.start, block.stride, strict=True)
-        )
-        yield Piece(read.name, read.start, block_view(views[block.rank, block.storage], place, read.size, block.stride))
 
 
 @dataclass(slots=True)
@@ -298,8 +289,7 @@ class IpcTransfer(PlannedTransfer):
         def here(read: Read, engine: int, rank: int) -> bool:
             return bool(offers[read.block.rank]["card"] == places[engine][rank][0])
 
-        near = _kept(plan, lambda *where: here(*where))
-        far = _kept(plan, lambda *where: not here(*where))
+        near, far = _kept(plan, here), _kept(plan, lambda *where: not here(*where))
         await together(
             self._call(sink, "open", kind=plan.kind, reads=reads, offers=offers, deadline=deadline)
             for sink, reads in zip(self.sinks, near.reads, strict=True)

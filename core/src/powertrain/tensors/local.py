@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from powertrain.errors import ConfigError, TransferError
 from powertrain.interfaces.transfer import Loads
-from powertrain.interfaces.weights import Piece
 from powertrain.tensors.planned import PlannedTransfer
-from powertrain.tensors.sink import BoxSink, block_view
+from powertrain.tensors.sink import BoxSink
 from powertrain.tensors.verify import Checked
+from powertrain.tensors.views import pieces
 
 if TYPE_CHECKING:
     from powertrain.interfaces.build import RankSpec
-    from powertrain.interfaces.weights import WeightSink, WeightSource
+    from powertrain.interfaces.weights import Piece, WeightSink, WeightSource
     from powertrain.weights import TransferPlan, Update
     from powertrain.weights.plan import Read
 
@@ -84,12 +84,7 @@ class LocalSink(Checked):
 
 def _pieces(source: WeightSource, reads: Sequence[Read]) -> Iterator[Piece]:
     tensors = source.tensors()
-    for read in reads:
-        block = read.block
-        place = block.place + sum(
-            (at - own) * n for at, own, n in zip(read.start, block.start, block.stride, strict=True)
-        )
-        yield Piece(read.name, read.start, block_view(tensors[block.storage], place, read.size, block.stride))
+    return pieces(reads, lambda block: tensors[block.storage])
 
 
 class LocalTransfer(PlannedTransfer):

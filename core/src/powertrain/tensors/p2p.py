@@ -20,8 +20,8 @@ from powertrain.errors import TransferError
 from powertrain.interfaces.weights import Piece
 from powertrain.tensors.planned import PlannedTransfer
 from powertrain.tensors.sidecar import Groups, Store
-from powertrain.tensors.sink import block_view
 from powertrain.tensors.verify import Checked
+from powertrain.tensors.views import read_view
 from powertrain.weights.boxes import ITEM_SIZE
 from powertrain.weights.transaction import together
 
@@ -216,16 +216,10 @@ class P2pSource(_End):
         def begin(groups: Groups, message: Message, buffer: torch.Tensor) -> Any:
             with torch.no_grad():
                 for read, place in message.views(buffer):
-                    place.copy_(_part(tensors, read))
+                    place.copy_(read_view(tensors[read.block.storage], read))
             return groups.send(buffer, message.peer, message.order[0])
 
         return self._exchange(session, seconds, begin, lambda message, buffer: None)
-
-
-def _part(tensors: Mapping[str, torch.Tensor], read: Read) -> torch.Tensor:
-    block = read.block
-    ahead = sum((at - own) * n for at, own, n in zip(read.start, block.start, block.stride, strict=True))
-    return block_view(tensors[block.storage], block.place + ahead, read.size, block.stride)
 
 
 class P2pSink(_End):

@@ -23,8 +23,8 @@ import torch
 from powertrain.errors import TransferError
 from powertrain.interfaces.weights import Piece
 from powertrain.tensors.planned import PlannedTransfer
-from powertrain.tensors.sink import block_view
 from powertrain.tensors.verify import Checked
+from powertrain.tensors.views import block_view, narrowed
 from powertrain.weights.boxes import ITEM_SIZE
 from powertrain.weights.transaction import together
 
@@ -213,10 +213,7 @@ class ShmSink(_Sessions):
 
 
 def _staged(area: Area, read: Read) -> Piece:
-    view = area.block(read.block)
-    for axis, (at, n) in enumerate(zip(read.start, read.size, strict=True)):
-        view = view.narrow(axis, at - read.block.start[axis], n)
-    return Piece(read.name, read.start, view)
+    return Piece(read.name, read.start, narrowed(area.block(read.block), read.block.start, read.start, read.size))
 
 
 def _by_bucket(pairs: Iterator[tuple[int, Any]]) -> dict[int, list[Any]]:

@@ -12,6 +12,7 @@ import torch
 from powertrain.errors import StateError, TransferError, UnfitError
 from powertrain.interfaces.weights import Piece, WeightSink
 from powertrain.tensors.copies import CopyProgram
+from powertrain.tensors.views import block_view, narrowed
 from powertrain.weights import Box, Entry, Manifest
 from powertrain.weights.boxes import FLOATS
 from powertrain.weights.ranges import Range, left_of, overlap, text
@@ -47,11 +48,6 @@ def whole_manifest(
         accepts = tuple(other for other in FLOATS if other != dtype) if casts and dtype in FLOATS else ()
         entries.append(Entry(name, dtype, tuple(tensor.shape), (box,), accepts))
     return Manifest(rank, world, tuple(entries), tied, kind)
-
-
-def block_view(storage: torch.Tensor, place: int, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:
-    """Return the block of `storage` that begins `place` elements after its first one."""
-    return torch.as_strided(storage, size, stride, storage.storage_offset() + place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,10 +334,7 @@ class BoxSink(WeightSink):
         pairs = []
         for box, (start, size) in common:
             target = block_view(self._tensors[box.storage], box.place(start), size, box.stride)
-            source = piece.tensor
-            for axis, (at, n) in enumerate(zip(start, size, strict=True)):
-                source = source.narrow(axis, at - piece.start[axis], n)
-            pairs.append((target, source))
+            pairs.append((target, narrowed(piece.tensor, piece.start, start, size)))
         return pairs
 
     def _memory(self) -> tuple[int, ...]:
@@ -390,8 +383,5 @@ def _joined(name: str, parts: list[tuple[Range, torch.Tensor]]) -> torch.Tensor:
         return parts[0][1]
     whole = torch.empty(shape, dtype=parts[0][1].dtype, device=parts[0][1].device)
     for (start, size), tensor in parts:
-        view = whole
-        for axis, (at, n) in enumerate(zip(start, size, strict=True)):
-            view = view.narrow(axis, at, n)
-        view.copy_(tensor)
+        narrowed(whole, (0,) * len(shape), start, size).copy_(tensor)
     return whole

@@ -16,7 +16,7 @@ import torch
 
 from powertrain.errors import TransferError
 from powertrain.interfaces.transfer import Endpoint
-from powertrain.tensors.sink import block_view
+from powertrain.tensors.views import block_view
 from powertrain.weights.ranges import overlap, text
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from powertrain.interfaces.weights import WeightSource
 from powertrain.tensors.lora import PREFIX, adapter_config, disk_key
+from powertrain.tensors.sink import dtype_name
 from powertrain.weights import Box, Entry, Manifest
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class FsdpWeightSource(WeightSource):
             # Shards follow torch.chunk: all of ceil(n / ranks) rows but the last ones, which may be short or empty.
             size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         boxes = (Box(tuple(start), tuple(size), name, 0, tuple(local.stride())),) if local.numel() else ()
-        return Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), boxes)
+        return Entry(name, dtype_name(tensor.dtype), tuple(tensor.shape), boxes)
 
 
 def named_weights(built: Built) -> dict[str, torch.Tensor]:

@@ -43,7 +43,7 @@ def read(manifest: Manifest, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Return copies of what one rank's boxes point at, by name; NaN where no box is."""
     import torch
 
-    from powertrain.tensors.sink import block_view
+    from powertrain.tensors.views import block_view
 
     found = {}
     for entry in manifest:
