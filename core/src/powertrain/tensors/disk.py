@@ -45,7 +45,7 @@ class DiskSource(Checked):
 
     def __init__(self, weights: WeightSource, place: RankSpec) -> None:
         self._weights, self._rank, self._world = weights, place.rank, place.world
-        self._blocks: dict[str, list[tuple[str, Block]]] = {}
+        self._sessions: dict[str, list[tuple[str, Block]]] = {}
         self._folders: dict[str, Folder] = {}
 
     def open(self, session: str, blocks: Sequence[Block]) -> None:
@@ -56,7 +56,7 @@ class DiskSource(Checked):
             for block in blocks
             if block.rank == self._rank
         ]
-        self._blocks[session] = sorted(mine, key=lambda pair: -ITEM_SIZE[pair[1].dtype])
+        self._sessions[session] = sorted(mine, key=lambda pair: -ITEM_SIZE[pair[1].dtype])
 
     def prepare(self, session: str, folder: str | None, keep: int, version: str) -> str | None:
         """On rank 0 make room for a version and return its folder while it is written; the other ranks return None."""
@@ -68,13 +68,13 @@ class DiskSource(Checked):
 
     def write(self, session: str, path: str, version: str, seconds: float) -> dict[str, Any]:
         """Write this rank's file; returns `file`, `bytes`, and `tensors` key -> what the manifest says of it."""
-        if session not in self._blocks:
+        if session not in self._sessions:
             message = f"trainer rank {self._rank} was restarted and knows of no pair {session}; the next update tells"
             raise TransferError(message, phase="gather")
         self._weights.fence()
         name = f"rank-{self._rank}-of-{self._world}.safetensors"
         clock = Clock(seconds, f"trainer rank {self._rank}", "gather")
-        blocks = self._blocks[session]
+        blocks = self._sessions[session]
         head = header(blocks, {"format": "pt", "version": version})
         told: dict[str, Any] = {}
         current, place = "its header", len(head)
@@ -125,14 +125,14 @@ class DiskSource(Checked):
 
     def release(self, session: str) -> None:
         """Forget a pair, and remove its files but for the versions that are to be kept."""
-        self._blocks.pop(session, None)
+        self._sessions.pop(session, None)
         folder = self._folders.pop(session, None)
         if folder is not None:
             folder.close()
 
     def close(self) -> None:
-        """Forget every pair."""
-        for session in list(self._folders):
+        """Forget every pair, also one that this rank made a folder for and was told no blocks of."""
+        for session in {*self._sessions, *self._folders}:
             self.release(session)
 
 
@@ -146,17 +146,17 @@ class DiskSink(Checked):
     def __init__(self, weights: WeightSink, place: RankSpec) -> None:
         self._weights, self._rank = weights, place.rank
         self._who = f"inference rank {place.rank}" + (f" of engine {place.instance}" if place.instance else "")
-        self._reads: dict[str, Sequence[Read]] = {}
+        self._sessions: dict[str, Sequence[Read]] = {}
 
     def open(self, session: str, reads: Sequence[Sequence[Read]]) -> None:
         """Note what this rank reads."""
-        self._reads[session] = reads[self._rank]
+        self._sessions[session] = reads[self._rank]
 
     def check(self, session: str, path: str, digest: str, seconds: float) -> int:
         """Read every block that this rank needs and compare its checksum; nothing is written. Returns bytes read."""
         clock, total = Clock(seconds, self._who, "gather"), 0
         with self._stored(session, path, digest, min(seconds, _SEEN_SECONDS)) as stored:
-            blocks = {(read.block.name, read.block.start): read.block for read in self._reads[session]}
+            blocks = {(read.block.name, read.block.start): read.block for read in self._sessions[session]}
             for block in blocks.values():
                 clock.check(repr(block.name))
                 stored.check(block, clock)
@@ -166,24 +166,20 @@ class DiskSink(Checked):
     def load(self, session: str, path: str, digest: str, seconds: float) -> int:
         """Copy all that this rank reads into place; returns bytes."""
         clock = Clock(seconds, self._who, "load")
-        reads = self._reads.get(session, ())
+        reads = self._sessions.get(session, ())
         with self._stored(session, path, digest, 0.0) as stored:
             self._weights.apply(_pieces(reads, stored, clock))
         return sum(read.bytes for read in reads)
 
     def _stored(self, session: str, path: str, digest: str, seconds: float) -> Stored:
-        if session not in self._reads:
+        if session not in self._sessions:
             message = f"{self._who} was restarted and knows of no pair {session}; the next update tells it"
             raise TransferError(message, phase="gather")
         return Stored(Path(path), digest, self._who, seconds)
 
     def release(self, session: str) -> None:
         """Forget a pair."""
-        self._reads.pop(session, None)
-
-    def close(self) -> None:
-        """Forget every pair."""
-        self._reads.clear()
+        self._sessions.pop(session, None)
 
 
 def _pieces(reads: Sequence[Read], stored: Stored, clock: Clock) -> Iterator[Piece]:
@@ -196,22 +192,12 @@ class DiskTransfer(PlannedTransfer):
     """Driver's half. Options: `folder`, `keep`, `bucket_mb` and `verify`."""
 
     PLUGIN = "disk"
-
-    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
-        super().__init__(name, options)
-        self._opened: tuple[TransferPlan, list[str]] | None = None
-
-    @property
-    def bucket_bytes(self) -> int:
-        """The most bytes of one block, which is what a rank holds of the file in memory."""
-        return int(self.options.get("bucket_mb") or 1024) << 20
+    BUCKET_MB = 1024
 
     async def gather(self, plan: TransferPlan, update: Update, *, deadline: float) -> Loads | None:
         """Write, name and check the version, while every engine still answers; loading is one command then."""
         self._check_kind(plan, update)
-        opened, self._opened = self._opened, None  # until all has gone well, so that the next update tells ranks anew
-        names = [sink.name for sink in self.sinks]
-        if opened is None or opened[0] is not plan or opened[1] != names:
+        if not self._take_ready(plan):
             await self._tell(plan, deadline)
         try:
             path, digest = await self._store(update, deadline)
@@ -220,7 +206,7 @@ class DiskTransfer(PlannedTransfer):
         except BaseException:
             await self._discard(deadline)
             raise
-        self._opened = plan, names
+        self._set_ready(plan)
         load = ("endpoint.call", (self.PLUGIN, "load", {"session": self.session, **where}))
         return self._at_once(update, Loads([load] * len(self.sinks)))
 

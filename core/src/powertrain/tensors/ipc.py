@@ -48,7 +48,7 @@ class IpcSource(Checked):
 
     def __init__(self, weights: WeightSource, place: RankSpec) -> None:
         self._weights, self._rank = weights, place.rank
-        self._made: dict[str, tuple[int, Turn]] = {}
+        self._sessions: dict[str, tuple[int, Turn]] = {}
 
     def offer(self, session: str) -> dict[str, Any]:
         """Return where the weights lie: `card`, `process`, `turn` (path), `segments` [(handle, bytes)], and `storages`
@@ -61,30 +61,25 @@ class IpcSource(Checked):
             message = f"{off[0]!r} is not on a card (offloaded?); bring the trainer's weights back, or use shm"
             raise TransferError(message, phase="gather")
         turn = Turn.make(session, self._rank)
-        self._made[session] = self._weights.places(), turn
+        self._sessions[session] = self._weights.places(), turn
         return {"card": card(), "process": os.getpid(), "turn": turn.path, **_export(tensors)}
 
     def settle(self, session: str) -> None:
         """Take the turn's name away; called when every sink has it attached."""
-        self._made[session][1].settle()
+        self._sessions[session][1].settle()
 
     def confirm(self, session: str, number: int) -> bool:
         """Wait for the device, and let sinks that wait for this number read; False where the offer is void by now."""
         self._weights.fence()
-        places, turn = self._made[session]
+        places, turn = self._sessions[session]
         holds = places == self._weights.places()
         turn.post(number if holds else -number)
         return holds
 
     def release(self, session: str) -> None:
         """Forget an offer."""
-        if session in self._made:
-            self._made.pop(session)[1].close()
-
-    def close(self) -> None:
-        """Forget all offers."""
-        for session in list(self._made):
-            self.release(session)
+        if session in self._sessions:
+            self._sessions.pop(session)[1].close()
 
 
 def _export(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -176,11 +171,6 @@ class IpcSink(Checked):
             for _, turn in found.turns:
                 turn.close()
 
-    def close(self) -> None:
-        """Unmap everything."""
-        for session in list(self._sessions):
-            self.release(session)
-
 
 def _unmap(found: _Session) -> None:
     found.pieces, found.prepared = [], None
@@ -202,6 +192,7 @@ class IpcTransfer(PlannedTransfer):
     """Driver's half. Options: `keep_open`, and `bucket_mb` and `folder` for what lies on other cards."""
 
     PLUGIN = "ipc"
+    BUCKET_MB = ShmTransfer.BUCKET_MB
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         super().__init__(name, options)
@@ -209,11 +200,6 @@ class IpcTransfer(PlannedTransfer):
         self._staged = ShmTransfer("shm", {**options, "verify": 0})  # this one verifies all
         self._opened: _Opened | None = None
         self._number = 0
-
-    @property
-    def bucket_bytes(self) -> int:
-        """The most bytes of a bucket, for what goes by shared memory."""
-        return self._staged.bucket_bytes
 
     async def gather(self, plan: TransferPlan, update: Update, *, deadline: float) -> Loads | None:
         """Tell sinks where the weights lie, if they do not know; the trainer's wait goes on beside their loading."""
@@ -224,24 +210,22 @@ class IpcTransfer(PlannedTransfer):
             opened = self._opened = await self._open(plan, deadline)
         if opened.rest or self._due(update):
             return None
-        return Loads([self._load(deadline)] * len(self.sinks), [self._confirm(deadline)])
+        return self._all(deadline)
 
     async def move(self, plan: TransferPlan, update: Update, meter: Any, *, deadline: float) -> None:
         """Bring what lies on other cards by shared memory, then let every sink copy the rest at once."""
         assert self._opened is not None
         if self._opened.rest:
             await self._staged.move(self._opened.rest, update, meter, deadline=deadline)
-        with meter.phase("load"):
-            method, args = self._load(deadline)
-            loads = [sink.call(method, *args, deadline=deadline) for sink in self.sinks]
-            answers = await together([self._confirm(deadline), *loads])
-            meter.bytes += sum(sum(answer) for answer in answers[1:])
+        await self._load_apart(self._all(deadline), meter, deadline)
         await self._verify(plan, update, meter, deadline=deadline)
 
-    def _load(self, deadline: float) -> Command:
+    def _all(self, deadline: float) -> Loads:
+        """Return what lets every sink copy what lies on its card, once the trainer has confirmed its weights."""
         self._number += 1
         how = {"number": self._number, "keep_open": self._keep_open, "seconds": deadline}
-        return "endpoint.call", (self.PLUGIN, "load", {"session": self.session, **how})
+        load: Command = ("endpoint.call", (self.PLUGIN, "load", {"session": self.session, **how}))
+        return Loads([load] * len(self.sinks), [self._confirm(deadline)])
 
     async def _confirm(self, deadline: float) -> None:
         try:

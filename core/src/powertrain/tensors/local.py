@@ -48,11 +48,6 @@ class LocalSource(Checked):
             _offered.pop(session, None)
         self._sessions.discard(session)
 
-    def close(self) -> None:
-        """Take every offer back."""
-        for session in list(self._sessions):
-            self.release(session)
-
 
 class LocalSink(Checked):
     """Takes weights from a source of this process."""
@@ -74,12 +69,6 @@ class LocalSink(Checked):
             raise TransferError(message, phase="load")
         self._weights.apply(_pieces(source, reads))
         return sum(read.bytes for read in reads)
-
-    def release(self, session: str) -> None:
-        """Nothing is held."""
-
-    def close(self) -> None:
-        """Nothing is held."""
 
 
 def _pieces(source: WeightSource, reads: Sequence[Read]) -> Iterator[Piece]:

@@ -178,11 +178,6 @@ class _End(Checked):
         if found is not None:
             found.groups.close()
 
-    def close(self) -> None:
-        """Destroy all groups."""
-        for session in list(self._sessions):
-            self.release(session)
-
 
 class P2pSource(_End):
     """A training rank's half."""
@@ -260,17 +255,12 @@ class P2pTransfer(PlannedTransfer):
     """Driver's half. Options: `backend`, `host`, `bucket_mb` and `verify`."""
 
     PLUGIN = "p2p"
+    BUCKET_MB = 256
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         super().__init__(name, options)
-        self._opened: tuple[TransferPlan, list[str]] | None = None
         self._store: Store | None = None
         self._generation = 0
-
-    @property
-    def bucket_bytes(self) -> int:
-        """The most bytes of one bucket."""
-        return int(self.options.get("bucket_mb") or 256) << 20
 
     async def move(self, plan: TransferPlan, update: Update, meter: Any, *, deadline: float) -> None:
         """Let all ranks send and receive; waits begin when all engines have paused, so a deadline is the moving's own.
@@ -278,11 +268,9 @@ class P2pTransfer(PlannedTransfer):
         After a failure the next update makes new groups.
         """
         self._check_kind(plan, update)
-        names = [sink.name for sink in self.sinks]
-        reopen = self._opened is None or self._opened[0] is not plan or self._opened[1] != names
-        self._opened = None
+        ready = self._take_ready(plan)
         with meter.phase("gather"):
-            if reopen:
+            if not ready:
                 await self._open(plan, deadline)
         with meter.phase("wire"):
             seconds = _margin(deadline)
@@ -294,7 +282,7 @@ class P2pTransfer(PlannedTransfer):
         meter.seconds["wire"] -= copying
         meter.seconds["load"] += copying
         await self._verify(plan, update, meter, deadline=deadline)
-        self._opened = plan, names
+        self._set_ready(plan)
 
     async def _open(self, plan: TransferPlan, deadline: float) -> None:
         """Make new groups on all ranks, under a name of their own in the store."""

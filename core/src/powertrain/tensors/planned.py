@@ -23,19 +23,22 @@ class PlannedTransfer(Transfer):
     """
 
     PLUGIN: ClassVar[str]
+    BUCKET_MB: ClassVar[int | None] = None
+    """Default of the option `bucket_mb`; None for transfers that do not have it, whose buckets have no bound."""
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         super().__init__(name, options)
         self.session = secrets.token_hex(4)
         self._made: tuple[list[list[Manifest]], TransferPlan] | None = None
         self._held: list[EngineHandle] = []
+        self._ready: tuple[TransferPlan, list[str]] | None = None
         self._pushes = -1
         self._loads: Loads | None = None
 
     @property
     def bucket_bytes(self) -> int:
         """The most bytes of one bucket."""
-        return 1 << 62
+        return 1 << 62 if self.BUCKET_MB is None else int(self.options.get("bucket_mb") or self.BUCKET_MB) << 20
 
     async def plan(self, source: EngineHandle, sinks: Sequence[EngineHandle], *, deadline: float) -> TransferPlan:
         """Ask every rank for its manifest and plan; an equal set of manifests gives the very plan of last time.
@@ -73,6 +76,17 @@ class PlannedTransfer(Transfer):
             except (PowertrainError, OSError):  # it is gone, and what it held went with it
                 continue
 
+    def _take_ready(self, plan: TransferPlan) -> bool:
+        """Tell whether all ranks are ready for this plan; no longer, until `_set_ready` says that all has gone well.
+
+        So after a failure the next update tells all ranks anew.
+        """
+        ready, self._ready = self._ready, None
+        return ready is not None and ready[0] is plan and ready[1] == [sink.name for sink in self.sinks]
+
+    def _set_ready(self, plan: TransferPlan) -> None:
+        self._ready = plan, [sink.name for sink in self.sinks]
+
     async def _call(self, handle: EngineHandle, op: str, *, deadline: float, **payload: Any) -> list[Any]:
         """Run an endpoint's operation on every rank of an engine."""
         return await handle.call(
@@ -92,14 +106,18 @@ class PlannedTransfer(Transfer):
     async def move(self, plan: TransferPlan, update: Update, meter: Any, *, deadline: float) -> None:
         """Run the loads that `_at_once` kept, and verify them."""
         assert self._loads is not None
+        await self._load_apart(self._loads, meter, deadline)
+        await self._verify(plan, update, meter, deadline=deadline)
+
+    async def _load_apart(self, loads: Loads, meter: Any, deadline: float) -> None:
+        """Run loads by a message of their own, into sinks that have begun the update."""
         with meter.phase("load"):
             calls = [
                 sink.call(method, *args, deadline=deadline)
-                for sink, (method, args) in zip(self.sinks, self._loads.commands, strict=True)
+                for sink, (method, args) in zip(self.sinks, loads.commands, strict=True)
             ]
-            answers = await together([*self._loads.beside, *calls])
-            meter.bytes += sum(sum(answer) for answer in answers[len(self._loads.beside) :])
-        await self._verify(plan, update, meter, deadline=deadline)
+            answers = await together([*loads.beside, *calls])  # of two faults the trainer's is the cause
+            meter.bytes += sum(sum(answer) for answer in answers[len(loads.beside) :])
 
     async def _verify(self, plan: TransferPlan, update: Update, meter: Any, *, deadline: float) -> None:
         """Where it is due, compare what every sink rank holds by now with the trainer; the last act of `move`."""

@@ -149,11 +149,6 @@ class _Sessions(Checked):
             found.area.unlink()
             found.area.close()
 
-    def close(self) -> None:
-        """Unmap everything."""
-        for session in list(self._sessions):
-            self.release(session)
-
 
 class ShmSource(_Sessions):
     """A training rank's half."""
@@ -233,25 +228,15 @@ class ShmTransfer(PlannedTransfer):
     """Driver's half. Options: `bucket_mb`, `folder` and `verify`."""
 
     PLUGIN = "shm"
-
-    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
-        super().__init__(name, options)
-        self._opened: tuple[TransferPlan, list[str]] | None = None
-
-    @property
-    def bucket_bytes(self) -> int:
-        """The most bytes of one bucket."""
-        return int(self.options.get("bucket_mb") or 1024) << 20
+    BUCKET_MB = 1024
 
     async def move(self, plan: TransferPlan, update: Update, meter: Any, *, deadline: float) -> None:
         """Write bucket k while the sinks read bucket k - 1 from the other slot; a round ends when all have answered."""
         self._check_kind(plan, update)
-        names = [sink.name for sink in self.sinks]
-        reopen = self._opened is None or self._opened[0] is not plan or self._opened[1] != names
-        self._opened = None  # until all has gone well: after a failure the next update opens a new area
+        ready = self._take_ready(plan)
         with meter.phase("gather"):
             await self.source.call("weights.fence", deadline=deadline)
-            if reopen:
+            if not ready:
                 await self._open(plan, deadline)
         count = len(plan.buckets)
         for k in range(count + 1):
@@ -262,7 +247,7 @@ class ShmTransfer(PlannedTransfer):
                 answers = await together(calls)
             meter.bytes += sum(answers[0]) if k < count else 0
         await self._verify(plan, update, meter, deadline=deadline)
-        self._opened = plan, names
+        self._set_ready(plan)
 
     async def _open(self, plan: TransferPlan, deadline: float) -> None:
         slot = -(-max(plan.buckets, default=1) // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -8,7 +8,7 @@ every kind of device. Tensors that the engine converts by itself (quantised, say
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -73,9 +73,21 @@ def checksums(weights: WeightSource | WeightSink, wanted: Sequence[Wanted]) -> l
 
 
 class Checked(Endpoint):
-    """An endpoint whose weights can be verified."""
+    """An endpoint of core's transfers: its weights can be verified, and it ends session by session.
+
+    _sessions: what it keeps for each pair that it serves, by the pair's session.
+    """
 
     _weights: Any
+    _sessions: Collection[str] = ()
+
+    def release(self, session: str) -> None:
+        """Free what is kept for a pair; may be called for one that is not known."""
+
+    def close(self) -> None:
+        """Free what is kept for every pair."""
+        for session in list(self._sessions):
+            self.release(session)
 
     def checksums(self, session: str, wanted: Sequence[Sequence[Wanted]]) -> list[int]:
         """Return the checksums of what is wanted of this rank; wanted: by rank."""
