@@ -9,22 +9,12 @@ padded to a multiple of 128 * t. Not held to a running engine yet, since that is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
-from powertrain.errors import ConfigError
-from powertrain.tensors.checkpoint import (
-    EMBEDDING,
-    HEAD,
-    Maker,
-    Parameter,
-    along,
-    experts_of,
-    head_dim,
-    parameters,
-    tied,
-)
+from powertrain.tensors.checkpoint import EMBEDDING, HEAD, Parameter, experts_of, head_dim, parameters
+from powertrain.tensors.dealing import COLUMNS, ROWS, Dealing
 from powertrain.weights.boxes import Box
 
 if TYPE_CHECKING:
@@ -45,9 +35,6 @@ ATTENTION: Final = {
     "kv_b_proj": "linear_kv_up_proj",
 }
 """Module of HF's attention -> of Megatron's; fused ones and norms aside."""
-ROWS: Final = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
-"""Modules whose rows are dealt over the ranks of t; those of `COLUMNS` are cut across."""
-COLUMNS: Final = ("o_proj", "down_proj")
 OUTSIDE: Final = {
     EMBEDDING: "embedding.word_embeddings.weight",
     "model.norm.weight": "decoder.final_layernorm.weight",
@@ -57,21 +44,15 @@ OUTSIDE: Final = {
 
 def manifest(config: Mapping[str, Any], part: Part) -> EngineManifest:
     """Return the manifests of all ranks; ConfigError for what cannot be dealt over them."""
-    ranks, maker = Ranks(config, part), Maker(part.cards_per_instance, config)
-    for own in parameters(config):
-        maker.add(own, *ranks.place(own))
-    return maker.manifest()
+    return Ranks(config, part).manifest()
 
 
-class Ranks:
-    """Where the tensors of a model lie; equal answers about holders are the same object."""
+class Ranks(Dealing):
+    """Where the tensors of a model lie."""
 
     def __init__(self, config: Mapping[str, Any], part: Part) -> None:
-        self._config, self._label = config, part.label
-        self._tp, self._pp = part.axes.get("t", 1), part.axes.get("p", 1)
+        super().__init__(config, part)
         self._ep, self._etp = (part.expert.ep, part.expert.etp) if part.expert else (1, 1)
-        self._inner = part.cards_per_instance // self._pp
-        self._held: dict[tuple[Any, ...], tuple[Held, ...]] = {}
         self._homes = self._deal(config["num_hidden_layers"], int(part.options.get("vpp") or 1))
         self._sparse = {own.layer for own in parameters(config) if own.kind == "mlp.gate.weight"}
 
@@ -121,15 +102,8 @@ class Ranks:
             "kv_a_layernorm": "self_attention.linear_kv_up_proj.layer_norm_weight",
         }[module]
 
-    def _outside(self, own: Parameter) -> tuple[Held, ...]:
-        """Embedding and head are dealt in rows of the padded vocabulary; a tied embedding is on the last stage too."""
-        last = self._pp - 1
-        if own.kind not in {EMBEDDING, HEAD}:
-            return self._whole(own, [last])
-        per = -(-own.shape[0] // (VOCABULARY * self._tp)) * VOCABULARY
-        on = [last] if own.kind == HEAD else sorted({0, last} if tied(self._config) else {0})
-        cuts = [(t, min(own.shape[0], t * per), min(own.shape[0], (t + 1) * per)) for t in range(self._tp)]
-        return self._along(own, 0, on, [(self._of(t), at, end - at) for t, at, end in cuts])
+    def _rows_of_vocabulary(self, rows: int) -> int:
+        return -(-rows // (VOCABULARY * self._tp)) * VOCABULARY
 
     def _expert(self, own: Parameter, stage: int, module: str, prefix: str) -> tuple[tuple[Held, ...], str, int]:
         """Ranks of a stage are numbered anew for experts: etp the fastest, then e, then copies."""
@@ -170,30 +144,4 @@ class Ranks:
         axis = 0 if module in ROWS else 1 if module in COLUMNS and last == "weight" else None
         if axis is None:
             return self._whole(own, [stage])
-        per = self._even(own.shape[axis], f"rows or columns of {own.name}")
-        return self._along(own, axis, [stage], [(self._of(t), t * per, per) for t in range(self._tp)])
-
-    def _of(self, t: int) -> Sequence[int]:
-        """Return the ranks of a stage, counted from its first, that are rank `t` of their tensor-parallel group."""
-        return range(t, self._inner, self._tp)
-
-    def _whole(self, own: Parameter, on: Sequence[int]) -> tuple[Held, ...]:
-        return self._along(own, 0, on, [(range(self._inner), 0, own.shape[0])])
-
-    def _along(
-        self, own: Parameter, axis: int, on: Sequence[int], spans: Iterable[tuple[Sequence[int], int, int]]
-    ) -> tuple[Held, ...]:
-        """Return who holds the spans of (ranks of a stage, start, size) on each of the stages `on`."""
-        spans = [(tuple(ranks), at, n) for ranks, at, n in spans]
-        key = own.shape, axis, tuple(on), tuple(spans)
-        if key not in self._held:
-            every = [([stage * self._inner + rank for stage in on for rank in ranks], at, n) for ranks, at, n in spans]
-            self._held[key] = along(own.shape, axis, every)
-        return self._held[key]
-
-    def _even(self, count: int, what: str, parts: int = 0) -> int:
-        parts = parts or self._tp
-        if count % parts:
-            message = f"part {self._label!r}: {count} {what} cannot be dealt evenly over {parts}"
-            raise ConfigError(message)
-        return count // parts
+        return self._even_cut(own, axis, [stage], "rows or columns")
