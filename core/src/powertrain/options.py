@@ -101,8 +101,9 @@ def convert(spec: OptionSpec, value: Any) -> Any:
     if isinstance(value, bool):  # what YAML makes of a bare yes or no, where that is a choice
         result = next((word for word in spec.choices if _BOOLEANS.get(str(word)) is value), result)
     words = ["null" if word is None else str(word) for word in spec.choices]
+    other = bool(words) and result not in spec.choices
     limits = {
-        f"it takes {', '.join(words)}{nearest(str(result), words)}": words and result not in spec.choices,
+        f"it takes {', '.join(words)}{nearest(str(result), words) if other else ''}": other,
         f"the least allowed is {spec.minimum}": spec.minimum is not None and result < spec.minimum,
         f"the most allowed is {spec.maximum}": spec.maximum is not None and result > spec.maximum,
         "whole numbers have at most 64 bits": spec.type == "int" and not -(2**63) <= result < 2**63,
