@@ -9,14 +9,17 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import pytest
+
+from powertrain.testing.tensors.models import character_model
 
 HERE = Path(__file__).parent
 COMMAND = [sys.executable, "-c", "import sys; from powertrain.cli import main; sys.exit(main())"]
-CHARACTERS = "0123456789+= "
 SHARED = Path("/dev/shm")
 CONFIG = """
 recipe: ppo
@@ -56,29 +59,15 @@ def hangs(record, text, tokens):
 """
 
 
-def make_model(folder: Path) -> None:
-    """Write a two-layer Llama whose vocabulary is `CHARACTERS` and an end token."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    words = {word: i for i, word in enumerate(["<end>", "<unk>", *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", unk_token="<unk>").save_pretrained(folder)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(words),
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        eos_token_id=0,
-        bos_token_id=None,
-        pad_token_id=None,
-        **sizes,
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """Yield a folder as a file system of its own, of that size; skips the test where this user may not mount one."""
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True, check=False
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    if made.returncode:
+        pytest.skip("this user may not mount a file system")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def steady(folder: Path) -> list[str]:
@@ -190,7 +179,7 @@ class World:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._count = 0
-        make_model(folder / "model")
+        character_model(folder / "model")
         rows = [{"prompt": f"{a}+{b}="} for a in range(6) for b in range(6)]
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / "mine.py").write_text(REWARDS)

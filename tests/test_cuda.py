@@ -34,13 +34,13 @@ from powertrain.interfaces.data import GenerateRequest, LossSpec, SamplingParams
 from powertrain.layout import parse_layout
 from powertrain.registry import Registry
 from powertrain.runtime.driver import Driver
+from powertrain.testing.tensors.models import character_tokenizer
 from powertrain.weights import WeightVersion
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device, and torch.cuda.is_available() is False here", allow_module_level=True)
 pytestmark = pytest.mark.cuda
 MIB = 2**20
-CHARACTERS = "0123456789+= "
 CROSS_ENTROPY = LossSpec(name="powertrain.tensors.loss:cross_entropy")
 # cuBLAS reads it once, at its first handle in this process, so it stands here before any test.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -246,15 +246,7 @@ def test_sampling_with_cuts_is_deterministic_on_the_card(tiny):
 # ---- runs of the command, all at once
 def write_recipe(folder):
     """Write a recipe file with its data and rewards, and a model whose tokens are single characters."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {word: i for i, word in enumerate(["<end>", "<unk>", *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    llama(folder / "model", vocab_size=len(words))
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", unk_token="<unk>")
-    fast.save_pretrained(folder / "model")
+    llama(folder / "model", vocab_size=character_tokenizer(folder / "model"))
     rows = [{"prompt": f"{a}+{b}="} for a in range(6) for b in range(6)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "mine.py").write_text(REWARDS)

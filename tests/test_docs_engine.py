@@ -17,11 +17,11 @@ import powertrain as pt
 from powertrain.cli.main import main
 from powertrain.env import determinism_variables
 from powertrain.registry.check import check
+from powertrain.testing.tensors.models import character_model
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "writing-an-engine.md"
 TITLED = re.compile(r'^```\w+ title="([^",]+)[^"]*"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
-CHARACTERS = "0123456789+= "
 
 
 def titled(page):
@@ -34,20 +34,9 @@ def python_blocks(page):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Return the folder of a tiny Llama whose vocabulary is `CHARACTERS` and an end token."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
+    """Return the folder of a tiny Llama whose tokens are single characters."""
     folder = tmp_path_factory.mktemp("tiny") / "model"
-    words = {word: i for i, word in enumerate(["<end>", "<unk>", *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", unk_token="<unk>").save_pretrained(folder)
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=len(words), **sizes, eos_token_id=0, bos_token_id=None, pad_token_id=None)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    character_model(folder, num_key_value_heads=4, max_position_embeddings=2048, tie_word_embeddings=False)
     return folder
 
 

@@ -17,7 +17,7 @@ pytest.importorskip("powertrain_hf")
 pytest.importorskip("powertrain_ppo")
 
 sys.path.append(str(Path(__file__).parent))
-from faults_world import World, steady
+from faults_world import World, small_disk, steady
 
 from powertrain.cli.main import main
 from powertrain.env import determinism_variables
@@ -34,13 +34,7 @@ def world(tmp_path_factory):
 def disk(tmp_path_factory):
     """Return a small file system of its own."""
     folder = tmp_path_factory.mktemp("small")
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True, check=False
-    )
-    if made.returncode:
-        pytest.skip("this user may not mount a file system")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    yield from small_disk(folder, "4m")
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ pytest.importorskip("powertrain_hf")
 
 sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1] / "core" / "tests" / "tensors"))
-from faults_world import make_model
+from faults_world import small_disk
 from transfer_world import inline_sink, inline_source, pair
 
 from powertrain.errors import TransferError
@@ -28,6 +27,7 @@ from powertrain.layout import parse_layout
 from powertrain.registry import Registry
 from powertrain.runtime.driver import Driver
 from powertrain.tensors.disk import DiskTransfer
+from powertrain.testing.tensors.models import character_model
 from powertrain.weights import Update, WeightVersion
 
 PROMPTS = [[3, 4, 5], [6, 7], [8, 3, 9, 4]]
@@ -36,7 +36,7 @@ PROMPTS = [[3, 4, 5], [6, 7], [8, 3, 9, 4]]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("transfers") / "model"
-    make_model(folder)
+    character_model(folder)
     return str(folder)
 
 
@@ -112,13 +112,7 @@ def disk(tmp_path):
     """Return a small file system of its own."""
     folder = tmp_path / "small"
     folder.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True, check=False
-    )
-    if made.returncode:
-        pytest.skip("this user may not mount a file system")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+    yield from small_disk(folder, "64k")
 
 
 async def test_full_disk_leaves_the_old_version_and_room_heals_it(disk):

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from powertrain.env import determinism_variables
-
-CHARACTERS = "0123456789+= "
+from powertrain.testing.tensors.models import character_model
 
 CONFIG = """
 recipe: ppo
@@ -46,31 +45,9 @@ def nothing(record, text, tokens):
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """Return the folder of a two-layer Llama whose vocabulary is `CHARACTERS` and an end token."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
+    """Return the folder of a two-layer Llama whose tokens are single characters."""
     folder = tmp_path_factory.mktemp("tiny") / "model"
-    words = {word: i for i, word in enumerate(["<end>", "<unk>", *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", unk_token="<unk>").save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        eos_token_id=0,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    character_model(folder)
     return folder
 
 

@@ -60,6 +60,44 @@ def _tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
 
 
+CHARACTERS: Final = "0123456789+= "
+"""What the models of `character_model` can say."""
+
+
+def character_tokenizer(folder: Path) -> int:
+    """Write a tokenizer of one token a character of `CHARACTERS`, with `<end>` as token 0; returns its size."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: i for i, word in enumerate(["<end>", "<unk>", *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", unk_token="<unk>").save_pretrained(folder)
+    return len(words)
+
+
+def character_model(folder: Path, **changes: Any) -> None:
+    """Write a two-layer Llama with `character_tokenizer`, for recipes whose rewards read text."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: Any = {
+        "vocab_size": character_tokenizer(folder),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "eos_token_id": 0,
+        "bos_token_id": None,
+        "pad_token_id": None,
+    }
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**(sizes | changes))).save_pretrained(folder)
+
+
 def scratch(name: str) -> Path:
     """Return a new empty folder that goes away with the process."""
     return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=_root().name))
