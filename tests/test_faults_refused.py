@@ -40,7 +40,9 @@ def test_name_too_long_for_a_file_is_told_as_a_missing_model(recipe):
     pytest.importorskip("transformers")
     from powertrain.tensors.models import materialize
 
-    model = load_config(recipe, [f"model=/{LONG}"])["model"]
+    model = f"/{LONG}"
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_config(recipe, [f"model={model}"])
     with pytest.raises(ConfigError, match="does not exist"):
         materialize(model)
     with pytest.raises(ConfigError, match="does not exist"):
