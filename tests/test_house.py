@@ -72,9 +72,9 @@ def test_core_does_not_grow():
     core = without({"tensors", "testing"})
     plans = [path for path in core if path.parent.name == "weights" or path == CORE / "cli" / "plan.py"]
     rest = [path for path in core if path not in plans]
-    assert sum(map(statements, rest)) < 3850
+    assert sum(map(statements, rest)) < 4000
     assert sum(map(statements, plans)) < 1000
-    assert sum(map(code_lines, core)) < 5600
+    assert sum(map(code_lines, core)) < 5900
 
 
 @pytest.mark.parametrize("path", CORE_FILES, ids=relative)
