@@ -5,6 +5,8 @@ PYTHON ?= python3
 # Address of a package index with CPU builds of torch, for machines whose pip is not set up with one.
 TORCH_INDEX ?=
 ARGS ?=
+# Processes that run tests side by side.
+JOBS ?= 2
 
 # A row of requirements/environments.txt, for `make env`; all other targets use dev.
 ENVIRONMENT ?= dev
@@ -37,7 +39,7 @@ lint: $(STAMP) ## ruff and mypy
 	$(VENV)/bin/mypy
 
 test: lint ## Lint, type-check and run every test, real engines included; with ARGS, the tests that these pick
-	$(VENV)/bin/python -m pytest $(if $(ARGS),$(ARGS),--whole --started $(STARTED))
+	$(VENV)/bin/python -m pytest $(if $(ARGS),$(ARGS),--whole --started $(STARTED) -n $(JOBS) --dist loadfile)
 
 docs: reference ## Write the reference pages anew and build the site, strictly, into site/
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet

@@ -30,8 +30,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Watch a whole run; `-k` and the like by hand are not whole."""
-    if config.getoption("--whole"):
+    if config.getoption("--whole") and not hasattr(config, "workerinput"):  # of pytest-xdist, whose controller judges
         config.pluginmanager.register(WholeRun(config), "powertrain-whole-run")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let each test's report name the engines of its marker `engine`."""
+    for item in items:
+        names = {str(name) for mark in item.iter_markers("engine") for name in mark.args}
+        item.user_properties += [("engine", name) for name in sorted(names)]
 
 
 class WholeRun:
@@ -64,16 +71,11 @@ class WholeRun:
         if report.skipped:
             self._skip(report)
 
-    @pytest.hookimpl
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Let each test's report name the engines of its marker `engine`."""
-        for item in items:
-            names = {str(name) for mark in item.iter_markers("engine") for name in mark.args}
-            item.user_properties += [("engine", name) for name in sorted(names)]
-
     def _skip(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        self.skipped.append((report.nodeid, reason.removeprefix("Skipped: ")))
+        skip = report.nodeid, reason.removeprefix("Skipped: ")
+        if skip not in self.skipped:  # each process of pytest-xdist collects a skipped module
+            self.skipped.append(skip)
 
     def _entry(self, test: str, reason: str) -> dict[str, str] | None:
         fits = (row for row in self.listed if fnmatchcase(test, row["test"]) and fnmatchcase(reason, row["reason"]))

@@ -117,10 +117,29 @@ def repository(pytester, monkeypatch):
     return run
 
 
-def test_a_kept_promise_passes(repository):
-    done = repository("--whole", test_swift=RAN)
+APART = ("-p", "xdist", "-n", "2", "--dist", "loadfile")
+
+
+@pytest.mark.parametrize("apart", [(), APART], ids=["one process", "side by side"])
+def test_a_kept_promise_passes(repository, apart):
+    done = repository("--whole", *apart, test_swift=RAN)
     assert done.ret == 0
     done.stdout.fnmatch_lines(["*swift: 1 tests ran*", "*s of 60 s for all*"])
+
+
+def test_side_by_side_a_module_is_skipped_once_and_a_marker_counts(repository):
+    skipped = "import pytest\npytest.skip('no card here', allow_module_level=True)\n"
+    marked = "import pytest\n\n@pytest.mark.engine('swift')\n" + RAN
+    promises = PROMISES.replace('["tests/test_swift.py"]', "[]")
+    done = repository("--whole", *APART, promises=promises, test_other=skipped, test_any=marked)
+    assert done.ret == 0
+    done.stdout.fnmatch_lines(["swift: 1 tests ran", "skipped 1: no card here (it is elsewhere)"])
+
+
+def test_side_by_side_a_broken_promise_fails(repository):
+    done = repository("--whole", *APART, test_any=RAN)
+    assert done.ret == 1
+    done.stdout.fnmatch_lines(["FAILED swift is promised*ran no test of: tests/test_swift.py"])
 
 
 @pytest.mark.parametrize(
