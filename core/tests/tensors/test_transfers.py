@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from powertrain.errors import ConfigError, StateError, TransferError
+from powertrain.tensors import shm as shm_module
+from powertrain.tensors.area import PREFIX, Area, sweep
 from powertrain.tensors.local import LocalTransfer
-from powertrain.tensors.shm import PREFIX, Area, ShmTransfer, sweep
+from powertrain.tensors.shm import ShmTransfer
 from powertrain.weights import Update, WeightVersion
 
 sys.path.append(str(Path(__file__).parent))
@@ -159,6 +161,7 @@ async def test_update_of_another_kind_than_the_trainer_sends_is_refused(tmp_path
 async def test_slow_sink_reads_its_bucket_before_it_is_written_again(tmp_path, monkeypatch):
     """B03: one sink copies late; no bucket may hold the next one's numbers, nothing may alias the area."""
     monkeypatch.setattr(ShmTransfer, "bucket_bytes", property(lambda self: 256))
+    monkeypatch.setattr(shm_module, "SLOTS", 1)
     source, sinks = inline_source(), [inline_sink("rollout/0"), inline_sink("rollout/1", slow=0.02)]
     transfer = pair(shm(tmp_path), source, sinks)
     await transfer.push(update(1), deadline=DEADLINE)

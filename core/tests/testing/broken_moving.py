@@ -32,13 +32,12 @@ class TestSliceOfTheWrongRows(BrokenEndpoint):
 
     def broken(self, whole):
         class Broken(whole):
-            def write(self, session, bucket):
-                written = super().write(session, bucket)
-                for block in self._session(session).work.get(bucket, ()):
-                    if block.start and block.start[0] > 0:
-                        area = self._session(session).area.block(block)
-                        area.copy_(area.flip(-1))
-                return written
+            def open(self, session, path, how, blocks):
+                super().open(session, path, how, blocks)
+                for work in self._session(session).work.values():
+                    for at, (place, block) in enumerate(work):
+                        if block.start and block.start[0] > 0:
+                            work[at] = (place, dataclasses.replace(block, place=block.place - 1))
 
         return Broken
 
@@ -49,8 +48,8 @@ class TestReadsOfAnotherRank(BrokenEndpoint):
 
     def broken(self, whole):
         class Broken(whole):
-            def open(self, session, path, slot_bytes, slots, reads):
-                super().open(session, path, slot_bytes, slots, list(reads)[:1] * len(reads))
+            def open(self, session, path, how, reads, first_rank):
+                super().open(session, path, how, list(reads)[:1] * len(reads), first_rank)
 
         return Broken
 
@@ -129,8 +128,8 @@ class TestFileIsLeftBehind(BrokenEndpoint):
 
     def broken(self, whole):
         class Broken(whole):
-            def create(self, session, slot_bytes, slots, folder):
-                path = super().create(session, slot_bytes, slots, folder)
+            def create(self, session, how, folder):
+                path = super().create(session, how, folder)
                 if path:
                     os.link(path, f"{path}-kept")
                 return path

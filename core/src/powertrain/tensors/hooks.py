@@ -54,9 +54,9 @@ SHM = TransferSpec(
         OptionSpec(
             name="bucket_mb",
             type="int",
-            default=1024,
+            default=32,
             minimum=1,
-            help="Most MiB of one bucket; the staging area holds two, or as many as the weights need if fewer.",
+            help="Most MiB of one bucket; the staging area holds four, or as many as the weights need if fewer.",
         ),
         OptionSpec(
             name="folder",

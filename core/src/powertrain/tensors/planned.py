@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from powertrain.weights import Update
 
 
+def margin(deadline: float) -> float:
+    """Return the seconds that a rank may wait, so that its error arrives within the deadline."""
+    return deadline - min(2.0, 0.3 * deadline)
+
+
 class PlannedTransfer(Transfer):
     """A transfer whose plan is made on the driver. PLUGIN: the entry point's name, by which hosts find the endpoints.
 

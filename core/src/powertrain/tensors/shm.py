@@ -1,31 +1,34 @@
 """Transfer `shm`: one staging area in shared memory, written in place by the trainer's ranks, read by every engine.
 
 Each source rank copies its own blocks to their places (no gather, no collective), each sink copies what it needs out.
-The area has two slots and keeps its memory from update to update; a slot is written again only when every sink has
-answered that it has copied. Its file is unlinked as soon as all have it open, so a crash leaves nothing; what a crash
-within that moment leaves is swept by the next area's maker, which tells by the file lock that its owner is gone.
+The area has a few slots, each the size of a bucket, and keeps its memory from update to update. An update is one
+command to each rank: all go through the buckets by themselves and tell one another in the area how far they are
+(`Ledger`), so that bucket k is written while k - 1 is read, and a slot is written again only when every sink has
+copied. Small buckets stay in the processor's cache on their way. Memory of a card is copied straight into the area and
+out of it, which both sides have pinned.
+
+The area's file is unlinked as soon as all have it open, so a crash leaves nothing; what a crash within that moment
+leaves is swept by the next area's maker, which tells by the file lock that its owner is gone.
 """
 
 from __future__ import annotations
 
-import fcntl
-import mmap
-import os
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from powertrain.errors import TransferError
 from powertrain.interfaces.weights import Piece
-from powertrain.tensors.planned import PlannedTransfer
+from powertrain.tensors.area import Area, default_folder
+from powertrain.tensors.ledger import Ledger
+from powertrain.tensors.planned import PlannedTransfer, margin
 from powertrain.tensors.verify import Checked
-from powertrain.tensors.views import block_view, narrowed
-from powertrain.weights.boxes import ITEM_SIZE
+from powertrain.tensors.views import block_view, device_of, narrowed
 from powertrain.weights.transaction import together
 
 if TYPE_CHECKING:
@@ -34,98 +37,36 @@ if TYPE_CHECKING:
     from powertrain.weights import TransferPlan, Update
     from powertrain.weights.plan import Block, Read
 
-PREFIX = "powertrain-stage-"
-SLOTS = 2
-
-
-class Area:
-    """A mapped staging file: `slots` slots of `slot_bytes`."""
-
-    PAGE: Final = mmap.PAGESIZE
-
-    def __init__(self, descriptor: int, path: Path, slot_bytes: int, slots: int) -> None:
-        self._descriptor, self.path = descriptor, path
-        self._slot_bytes, self._slots = slot_bytes, slots
-        self._named = False
-        self._map = mmap.mmap(descriptor, slot_bytes * slots)
-        self._bytes: torch.Tensor | None = torch.frombuffer(self._map, dtype=torch.uint8)
-
-    @classmethod
-    def create(cls, folder: Path, session: str, slot_bytes: int, slots: int) -> Area:
-        """Make the file, its memory reserved now: a full /dev/shm is an error here and no crash later."""
-        sweep(folder)
-        path = folder / f"{PREFIX}{os.getpid()}-{session}"
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.posix_fallocate(descriptor, 0, slot_bytes * slots)
-            area = cls(descriptor, path, slot_bytes, slots)
-        except OSError as exc:
-            os.close(descriptor)
-            path.unlink(missing_ok=True)
-            stat = os.statvfs(folder)
-            message = (
-                f"{folder} has {stat.f_bavail * stat.f_frsize} bytes free and the staging area needs "
-                f"{slot_bytes * slots}; give it more, set `folder`, or use a smaller `bucket_mb`"
-            )
-            raise TransferError(message, phase="gather") from exc
-        area._named = True
-        return area
-
-    @classmethod
-    def attach(cls, path: Path, slot_bytes: int, slots: int) -> Area:
-        """Map an area that another rank has made."""
-        return cls(os.open(path, os.O_RDWR), path, slot_bytes, slots)
-
-    def block(self, block: Block) -> torch.Tensor:
-        """Return the block's place in the area, in the block's dtype and shape."""
-        assert self._bytes is not None
-        begin = (block.bucket % self._slots) * self._slot_bytes + block.offset
-        flat = self._bytes[begin : begin + prod(block.size) * ITEM_SIZE[block.dtype]]
-        return flat.view(getattr(torch, block.dtype)).view(block.size)
-
-    def words(self) -> torch.Tensor:
-        """Return the area as int64."""
-        assert self._bytes is not None
-        return self._bytes.view(torch.int64)
-
-    def unlink(self) -> None:
-        """Take the file's name away if it was made here; the memory lives as long as somebody has it mapped."""
-        if self._named:
-            self._named = False
-            self.path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        """Unmap; may be called twice."""
-        if self._bytes is None:
-            return
-        self._bytes = None
-        self._map.close()
-        os.close(self._descriptor)
-
-
-def sweep(folder: Path) -> None:
-    """Delete staging files whose maker is gone: nobody holds their lock."""
-    for path in folder.glob(PREFIX + "*"):
-        try:
-            descriptor = os.open(path, os.O_RDWR)
-        except OSError:  # another user's, or swept by somebody else meanwhile
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-        except OSError:  # its owner lives
-            continue
-        finally:
-            os.close(descriptor)
+SLOTS = 4
+"""Slots of an area: one is written, one read, and two let either side run ahead of the other."""
 
 
 @dataclass(slots=True)
 class _Session:
-    """One pair's area, and what this rank writes or reads of it by bucket."""
+    """One pair's area as a rank sees it.
+
+    rank: this one's place among all, the trainer's first. writers: how many of these are the trainer's. work: by
+    bucket, what this rank copies, with views of the area.
+    """
 
     area: Area
-    work: Mapping[int, Sequence[Any]]
+    ledger: Ledger
+    rank: int
+    writers: int
+    buckets: int
+    slots: int
+    work: dict[int, list[Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, area: Area, rank: int, how: Mapping[str, Any]) -> _Session:
+        """Return a session without work; how: what the driver tells all ranks."""
+        names = how["names"]
+        return cls(area, Ledger(area.numbers(), names), rank, how["writers"], how["buckets"], how["slots"])
+
+    @property
+    def readers(self) -> range:
+        """The engines' ranks."""
+        return range(self.writers, self.ledger.ranks)
 
 
 class _Sessions(Checked):
@@ -146,6 +87,7 @@ class _Sessions(Checked):
         """Unmap a pair's area, and unlink it if this rank made it."""
         found = self._sessions.pop(session, None)
         if found is not None:
+            found.work.clear()
             found.area.unlink()
             found.area.close()
 
@@ -157,32 +99,47 @@ class ShmSource(_Sessions):
         super().__init__()
         self._weights, self._rank = weights, place.rank
 
-    def create(self, session: str, slot_bytes: int, slots: int, folder: str | None) -> str | None:
+    def create(self, session: str, how: Mapping[str, Any], folder: str | None) -> str | None:
         """Make the area on rank 0 and return its path; the other ranks return None."""
         self.release(session)
         if self._rank != 0:
             return None
-        area = Area.create(Path(folder) if folder else default_folder(), session, slot_bytes, slots)
-        self._sessions[session] = _Session(area, {})
+        area = Area.create(Path(folder) if folder else default_folder(), session, **_sizes(how))
+        self._sessions[session] = _Session.of(area, 0, how)
         return str(area.path)
 
-    def open(self, session: str, path: str, slot_bytes: int, slots: int, blocks: Sequence[Block]) -> None:
+    def open(self, session: str, path: str, how: Mapping[str, Any], blocks: Sequence[Block]) -> None:
         """Map the area and note which blocks this rank writes."""
-        work = _by_bucket((block.bucket, block) for block in blocks if block.rank == self._rank)
-        made = self._sessions.get(session)
-        self._sessions[session] = _Session(made.area if made else Area.attach(Path(path), slot_bytes, slots), work)
+        found = self._sessions.get(session)
+        if found is None:
+            area = Area.attach(Path(path), **_sizes(how))
+            found = self._sessions[session] = _Session.of(area, self._rank, how)
+        for block in blocks:
+            if block.rank == self._rank:
+                found.work.setdefault(block.bucket, []).append((found.area.block(block), block))
 
     def settle(self, session: str) -> None:
         """Unlink the area's file; called when every rank has it open."""
         self._session(session).area.unlink()
 
-    def write(self, session: str, bucket: int) -> int:
-        """Copy this rank's blocks of a bucket into place; returns bytes."""
-        found, tensors, total = self._session(session), self._weights.tensors(), 0
-        with torch.no_grad():
-            for block in found.work.get(bucket, ()):
-                found.area.block(block).copy_(block_view(tensors[block.storage], block.place, block.size, block.stride))
-                total += block.bytes
+    def write(self, session: str, first: int, seconds: float) -> int:
+        """Copy all that this rank owns into place, each bucket once its slot has been read; returns bytes.
+
+        first: number of the update's first bucket in this area's life. seconds: what a wait may take. Ends early, with
+        the bytes up to there, when another rank has failed.
+        """
+        found, total = self._session(session), 0
+        with found.ledger.stopping():
+            self._weights.fence()
+            tensors, end = self._weights.tensors(), time.monotonic() + seconds
+            for bucket in range(found.buckets):
+                work, done = found.work.get(bucket), first + bucket + 1
+                if work:
+                    what = f"copy what lay in the slot of bucket {bucket}, for {work[0][1].name!r}"
+                    if not found.ledger.wait(found.rank, found.readers, done - found.slots, what, end):
+                        break
+                    total += _put(found.area, work, tensors)
+                found.ledger.post(found.rank, done)
         return total
 
 
@@ -193,71 +150,138 @@ class ShmSink(_Sessions):
         super().__init__()
         self._weights, self._rank = weights, place.rank
 
-    def open(self, session: str, path: str, slot_bytes: int, slots: int, reads: Sequence[Sequence[Read]]) -> None:
-        """Map the area and note what this rank reads."""
+    def open(
+        self, session: str, path: str, how: Mapping[str, Any], reads: Sequence[Sequence[Read]], first_rank: int
+    ) -> None:
+        """Map the area and note what this rank reads. first_rank: place of its engine's rank 0 among all ranks."""
         self.release(session)
-        work = _by_bucket((read.block.bucket, read) for read in reads[self._rank])
-        self._sessions[session] = _Session(Area.attach(Path(path), slot_bytes, slots), work)
+        area = Area.attach(Path(path), **_sizes(how))
+        found = self._sessions[session] = _Session.of(area, first_rank + self._rank, how)
+        for read in reads[self._rank]:
+            part = narrowed(area.block(read.block), read.block.start, read.start, read.size)
+            found.work.setdefault(read.block.bucket, []).append((read, Piece(read.name, read.start, part)))
 
-    def read(self, session: str, bucket: int) -> int:
-        """Copy out what this rank needs of a bucket; when it returns, the slot may be written again. Returns bytes."""
-        found = self._session(session)
-        reads = found.work.get(bucket, ())
-        self._weights.apply(_staged(found.area, read) for read in reads)
-        return sum(read.bytes for read in reads)
+    def read(self, session: str, first: int, seconds: float) -> tuple[int, float]:
+        """Copy all that this rank needs out of the area, each bucket once it is written; see `ShmSource.write`.
+
+        Returns bytes, and the seconds that copying took.
+        """
+        found, total, spent = self._session(session), 0, 0.0
+        device = device_of(self._weights)
+        with found.ledger.stopping():
+            found.area.pin(device)
+            end = time.monotonic() + seconds
+            for bucket in range(found.buckets):
+                work, done = found.work.get(bucket), first + bucket + 1
+                if work:
+                    what = f"write bucket {bucket}, for {work[0][0].name!r}"
+                    owners = sorted({read.block.rank for read, _ in work})
+                    if not found.ledger.wait(found.rank, owners, done, what, end):
+                        break
+                    begun = time.perf_counter()
+                    self._weights.apply(piece for _, piece in work)
+                    spent += time.perf_counter() - begun
+                    total += sum(read.bytes for read, _ in work)
+                found.ledger.post(found.rank, done)
+        return total, spent
 
 
-def _staged(area: Area, read: Read) -> Piece:
-    return Piece(read.name, read.start, narrowed(area.block(read.block), read.block.start, read.start, read.size))
+def _sizes(how: Mapping[str, Any]) -> dict[str, int]:
+    return {"slot_bytes": how["slot_bytes"], "slots": how["slots"], "lines": 1 + len(how["names"])}
 
 
-def _by_bucket(pairs: Iterator[tuple[int, Any]]) -> dict[int, list[Any]]:
-    table: dict[int, list[Any]] = {}
-    for bucket, work in pairs:
-        table.setdefault(bucket, []).append(work)
-    return table
-
-
-def default_folder() -> Path:
-    """Return where staging files lie if nothing else is said: in memory, where the host has such a folder."""
-    shm = Path("/dev/shm")
-    return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+def _put(area: Area, work: Sequence[tuple[torch.Tensor, Block]], tensors: Mapping[str, torch.Tensor]) -> int:
+    """Copy blocks into their places; complete when it returns, those from a card too. Returns bytes."""
+    total, cards = 0, set[torch.device]()
+    with torch.no_grad():
+        for place, block in work:
+            view = block_view(tensors[block.storage], block.place, block.size, block.stride)
+            if view.is_cuda and view.device not in cards:
+                area.pin(view.device)
+                cards.add(view.device)
+            place.copy_(view, non_blocking=True)
+            total += block.bytes
+    for card in cards:
+        torch.cuda.current_stream(card).synchronize()
+    return total
 
 
 class ShmTransfer(PlannedTransfer):
     """Driver's half. Options: `bucket_mb`, `folder` and `verify`."""
 
     PLUGIN = "shm"
-    BUCKET_MB = 1024
+    BUCKET_MB = 32
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        super().__init__(name, options)
+        self._area: Area | None = None
+        self._done = 0
 
     async def move(self, plan: TransferPlan, update: Update, meter: Any, *, deadline: float) -> None:
-        """Write bucket k while the sinks read bucket k - 1 from the other slot; a round ends when all have answered."""
+        """Let all ranks write and read, each through all buckets; a fault of one ends the others at once.
+
+        After a failure the next update makes a new area.
+        """
         self._check_kind(plan, update)
         ready = self._take_ready(plan)
         with meter.phase("gather"):
-            await self.source.call("weights.fence", deadline=deadline)
             if not ready:
                 await self._open(plan, deadline)
-        count = len(plan.buckets)
-        for k in range(count + 1):
-            calls = [self._call(self.source, "write", bucket=k, deadline=deadline)] if k < count else []
-            if k > 0:
-                calls += [self._call(sink, "read", bucket=k - 1, deadline=deadline) for sink in self.sinks]
-            with meter.phase("wire" if k == 0 else "load"):
-                answers = await together(calls)
-            meter.bytes += sum(answers[0]) if k < count else 0
+        first, self._done = self._done, self._done + len(plan.buckets)
+        how: dict[str, Any] = {"first": first, "seconds": margin(deadline), "deadline": deadline}
+        begun = time.perf_counter()
+        calls = [self._or_stop("wire", meter, self._call(self.source, "write", **how))]
+        calls += [self._or_stop("load", meter, self._call(sink, "read", **how)) for sink in self.sinks]
+        sent, *received = await together(calls)
+        meter.bytes += sum(sent)
+        copying = max(spent for engine in received for _, spent in engine)
+        meter.seconds["load"] += copying
+        meter.seconds["wire"] += time.perf_counter() - begun - copying
         await self._verify(plan, update, meter, deadline=deadline)
         self._set_ready(plan)
 
+    async def _or_stop(self, phase: str, meter: Any, call: Awaitable[Any]) -> Any:
+        """Await a call; where it fails or is cancelled, nobody waits for that rank any more."""
+        meter.current = phase
+        try:
+            return await call
+        except BaseException:
+            meter.failed = meter.failed or phase
+            if self._area is not None:
+                Ledger(self._area.numbers(), ()).stop()
+            raise
+
     async def _open(self, plan: TransferPlan, deadline: float) -> None:
-        slot = -(-max(plan.buckets, default=1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        sizes = {"slot_bytes": slot, "slots": min(SLOTS, max(1, len(plan.buckets)))}
+        """Make a new area and let all ranks, and the driver where it is on their host, map it."""
+        self._forget()
+        slot = -(-max(plan.buckets, default=1) // Area.PAGE) * Area.PAGE
+        worlds = [len(await self._call(self.source, "release", deadline=deadline)), *map(len, plan.reads)]
+        names = [
+            f"{handle.name} rank {rank}"
+            for handle, world in zip([self.source, *self.sinks], worlds, strict=True)
+            for rank in range(world)
+        ]
+        how: dict[str, Any] = {"slot_bytes": slot, "slots": min(SLOTS, max(1, len(plan.buckets)))}
+        how |= {"names": names, "writers": worlds[0], "buckets": len(plan.buckets)}
         folder = self.options.get("folder")
-        path = (await self._call(self.source, "create", folder=folder, deadline=deadline, **sizes))[0]
-        calls = [self._call(self.source, "open", path=path, blocks=plan.blocks, deadline=deadline, **sizes)]
+        path = (await self._call(self.source, "create", how=how, folder=folder, deadline=deadline))[0]
+        with suppress(OSError):  # the ranks are on another host than the driver
+            self._area = Area.attach(Path(path), **_sizes(how))
+        where: dict[str, Any] = {"path": path, "how": how, "deadline": deadline}
+        calls = [self._call(self.source, "open", blocks=plan.blocks, **where)]
         calls += [
-            self._call(sink, "open", path=path, reads=reads, deadline=deadline, **sizes)
-            for sink, reads in zip(self.sinks, plan.reads, strict=True)
+            self._call(sink, "open", reads=reads, first_rank=sum(worlds[: 1 + e]), **where)
+            for e, (sink, reads) in enumerate(zip(self.sinks, plan.reads, strict=True))
         ]
         await together(calls)
         await self._call(self.source, "settle", deadline=deadline)
+
+    def _forget(self) -> None:
+        area, self._area, self._done = self._area, None, 0
+        if area is not None:
+            area.close()
+
+    async def close(self) -> None:
+        """Unmap the area on all ranks, and here."""
+        self._forget()
+        await super().close()

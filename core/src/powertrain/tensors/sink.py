@@ -163,7 +163,7 @@ class BoxSink(WeightSink):
                 for piece in pieces:
                     for target, source in self._targets(piece):
                         self._intact = False
-                        target.copy_(source)
+                        target.copy_(source, non_blocking=True)  # pageable memory is read before it returns
                         on_device |= target.is_cuda or source.is_cuda
         if on_device:
             torch.cuda.synchronize()

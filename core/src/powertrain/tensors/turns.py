@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 from powertrain.errors import DeadlineError, TransferError
-from powertrain.tensors.shm import Area, default_folder
+from powertrain.tensors.area import Area, default_folder
 
 _PAUSE: Final = 5e-5
 """Seconds between two looks: a wait is as long as a device synchronise, a few of these."""

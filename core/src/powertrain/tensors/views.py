@@ -10,7 +10,13 @@ import torch
 from powertrain.interfaces.weights import Piece
 
 if TYPE_CHECKING:
+    from powertrain.interfaces.weights import WeightSink, WeightSource
     from powertrain.weights.plan import Block, Read
+
+
+def device_of(weights: WeightSource | WeightSink) -> torch.device:
+    """Return the device that a rank's weights are on; the CPU where it has none."""
+    return next((tensor.device for tensor in weights.tensors().values()), torch.device("cpu"))
 
 
 def block_view(storage: torch.Tensor, place: int, size: tuple[int, ...], stride: tuple[int, ...]) -> torch.Tensor:

@@ -1,0 +1,76 @@
+"""How far every rank of a transfer over shared memory is, told in that memory, and the waits for one another.
+
+A rank that fails, and the driver when a call fails or is cancelled, say stop: whoever waits then ends at once, without
+an error of its own, so that the error that is told is the cause.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+
+from powertrain.errors import DeadlineError
+
+_PAUSE: Final = 5e-5
+"""Seconds between two looks; there are more slots than one, so whoever is slower does not wait at all."""
+
+
+class Ledger:
+    """A number for each rank, of buckets that it is done with, and before them one that says stop.
+
+    numbers: int64 in shared memory, 1 + ranks, no two in one line of a cache. names: of all ranks, for errors.
+    """
+
+    def __init__(self, numbers: torch.Tensor, names: Sequence[str]) -> None:
+        self._numbers, self._names = numbers, names
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return len(self._names)
+
+    @property
+    def stopped(self) -> bool:
+        """True once somebody has said stop."""
+        return bool(self._numbers[0])
+
+    def stop(self) -> None:
+        """Let everybody end who waits."""
+        self._numbers[0] = 1
+
+    def post(self, rank: int, number: int) -> None:
+        """Say that a rank is done with so many buckets; what it has copied is complete in memory."""
+        self._numbers[1 + rank] = number
+
+    def wait(self, rank: int, others: Sequence[int], number: int, what: str, end: float) -> bool:
+        """Return True once all others are done with `number` buckets, False when somebody has said stop.
+
+        rank: who waits. what: for what, as the error says it. end: on the monotonic clock; then DeadlineError that
+        names the first rank that is late.
+        """
+        begun, ahead = time.monotonic(), list(others)
+        while not self.stopped:
+            ahead = [other for other in ahead if int(self._numbers[1 + other]) < number]
+            if not ahead:
+                return True
+            now = time.monotonic()
+            if now > end:
+                who = self._names[ahead[0]]
+                waited = f"{self._names[rank]} waited {now - begun:.1f} s for {who} to {what}"
+                message = f"{waited}, and it did not: it is stopped, dead or stuck"
+                raise DeadlineError(message, who=who, what=what, seconds=now - begun)
+            time.sleep(_PAUSE)
+        return False
+
+    @contextmanager
+    def stopping(self) -> Iterator[None]:
+        """Say stop where the body raises."""
+        try:
+            yield
+        except BaseException:
+            self.stop()
+            raise
