@@ -1,0 +1,144 @@
+"""Time of an update against the size of the model and the number of its tensors, for `local`, `shm`, `p2p` and `disk`.
+
+    OMP_NUM_THREADS=1 python benchmarks/transfer/scaling.py OUT.json [--transfers shm] [--sizes 0.1,1] [--counts 100]
+
+Made-up weights, bfloat16, one trainer's rank and one of the engine, in two processes (`local`: in one). Sizes are GB in
+tensors of a small model's shapes; counts are numbers of equal tensors of together `--fixed` GB. The first update, which
+asks for manifests, plans, and tells both sides, is told apart from later ones. The slope over counts is the cost of a
+tensor. A size that does not fit into memory, or on disk, is left out and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shutil
+import statistics
+import tempfile
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import numpy as np
+import setting
+import torch
+
+KINDS = ("local", "shm", "p2p", "disk")
+SIZES = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+COUNTS = (100, 1000, 5000, 20000)
+SPARE = 2.5e9
+"""Bytes of memory that are left to everybody else."""
+
+
+def room() -> float:
+    """Return the bytes of memory that may be had."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("MemAvailable")) * 1024
+
+
+def misfit(kind: str, size: float) -> str:
+    """Return why a size is left out, or nothing."""
+    need = 2 * size + SPARE
+    if need > room():
+        return f"needs {need / 1e9:.1f} GB of memory, {room() / 1e9:.1f} are there"
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    if kind == "disk" and 3 * size > free:  # the version before stays, and the next is written beside both
+        return f"needs {3 * size / 1e9:.1f} GB on disk, {free / 1e9:.1f} are free"
+    return ""
+
+
+async def measure(kind: str, shapes: setting.Shapes, repeats: int) -> dict[str, object]:
+    """Take a first update and some more."""
+    world = setting.World(kind, shapes, options={"keep": 0} if kind == "disk" else None)
+    try:
+        await world.start()
+        first, _ = await world.push()
+        await world.push()
+        taken = [await world.push() for _ in range(repeats)]
+        checksum = await world.check()
+    finally:
+        await world.close()
+    seconds = [one for one, _ in taken]
+    size = setting.bytes_of(shapes)
+    return {
+        "bytes": size,
+        "tensors": len(shapes),
+        "first_seconds": first,
+        "seconds": seconds,
+        "median_seconds": statistics.median(seconds),
+        "gb_per_s": size / 1e9 / statistics.median(seconds),
+        "phases_median_seconds": {
+            name: statistics.median(report.seconds[name] for _, report in taken) for name in taken[0][1].seconds
+        },
+        "checksum_after_update": checksum,
+    }
+
+
+def equal(count: int, size: float) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of `count` equal tensors of together `size` bytes."""
+    columns = 256
+    return {f"layers.{n}.weight": (max(1, round(size / count / 2 / columns)), columns) for n in range(count)}
+
+
+def slope(rows: list[dict[str, object]], over: str, of: str) -> float:
+    """Return the slope of a least-squares line."""
+    if len(rows) < 2:
+        return float("nan")
+    return float(np.polyfit([float(row[over]) for row in rows], [float(row[of]) for row in rows], 1)[0])
+
+
+async def run(args: argparse.Namespace) -> dict[str, object]:
+    """Take all sizes and counts of all transfers."""
+    found: dict[str, object] = {}
+    for kind in args.transfers.split(","):
+        sizes, counts, left_out = [], [], []
+        for size in map(float, filter(None, args.sizes.split(","))):
+            if why := misfit(kind, size * 1e9):
+                left_out.append({"gb": size, "why": why})
+                print(kind, f"{size} GB left out: {why}", flush=True)
+                continue
+            repeats = args.repeats if size <= 2 else 3
+            sizes.append(await measure(kind, setting.like_model(int(size * 1e9)), repeats))
+            print(kind, line(sizes[-1]), flush=True)
+        for count in map(int, filter(None, args.counts.split(","))):
+            counts.append(await measure(kind, equal(count, args.fixed * 1e9), args.repeats))
+            print(kind, line(counts[-1]), flush=True)
+        found[kind] = {
+            "against_size": sizes,
+            "left_out": left_out,
+            "seconds_per_gb": slope(sizes, "bytes", "median_seconds") * 1e9,
+            "against_count": counts,
+            "microseconds_per_tensor": slope(counts, "tensors", "median_seconds") * 1e6,
+            "microseconds_per_tensor_first_update": slope(counts, "tensors", "first_seconds") * 1e6,
+        }
+        for name in ("seconds_per_gb", "microseconds_per_tensor", "microseconds_per_tensor_first_update"):
+            print(kind, name, round(found[kind][name], 3), flush=True)
+    return found
+
+
+def line(row: dict[str, object]) -> str:
+    """Return a row in short."""
+    what = f"{row['bytes'] / 1e9:.2f} GB in {row['tensors']} tensors"
+    phases = {name: round(seconds * 1e3, 1) for name, seconds in row["phases_median_seconds"].items()}
+    return f"{what}: first {row['first_seconds']:.3f} s, then {row['median_seconds']:.4f} s {phases}"
+
+
+def main() -> None:
+    """Run and write the file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--transfers", default=",".join(KINDS))
+    parser.add_argument("--sizes", default=",".join(map(str, SIZES)))
+    parser.add_argument("--counts", default=",".join(map(str, COUNTS)))
+    parser.add_argument("--fixed", type=float, default=0.5, help="GB of all tensors, where their number varies")
+    parser.add_argument("--repeats", type=int, default=7)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    result = setting.head("scaling.py", "setting.py") | {"fixed_gb": args.fixed, "transfers": asyncio.run(run(args))}
+    setting.write(args.out, result)
+
+
+if __name__ == "__main__":
+    main()
