@@ -5,7 +5,7 @@ import torch
 
 from powertrain.errors import StateError, TransferError
 from powertrain.interfaces.weights import Piece
-from powertrain.tensors.copies import CopyProgram
+from powertrain.tensors.copies import CopyProgram, copy_into
 from powertrain.tensors.sink import BoxSink, whole_manifest
 from powertrain.weights import Update, WeightVersion
 
@@ -32,6 +32,26 @@ def pieces(step):
     }
     split = [Piece("a", (0, 0), whole["a"][:2]), Piece("a", (2, 0), whole["a"][2:])]
     return whole, [*split, Piece("b", (0,), whole["b"]), Piece("c", (), whole["c"])]
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("rows", [3, 30_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strided", ["neither", "target", "source"])
+def test_a_copy_is_the_same_however_it_is_made(threads, rows, dtype, strided):
+    source = torch.arange(rows * 4.0).reshape(4, rows).t() if strided == "source" else torch.rand(rows, 4)
+    room = torch.full((rows, 9), -1.0, dtype=dtype)
+    target = room[:, 2:6] if strided == "target" else torch.empty(rows, 4, dtype=dtype)
+    copy_into(target, source)
+    assert torch.equal(target, source.to(dtype))
+    assert bool((room[:, :2] == -1).all() and (room[:, 6:] == -1).all())
 
 
 def test_a_program_copies_casts_and_strides_each_time_it_runs():

@@ -77,9 +77,9 @@ class Area:
         assert self._bytes is not None
         return self._bytes.view(torch.int64)
 
-    def numbers(self) -> torch.Tensor:
-        """Return the first number of each line behind the slots, int64."""
-        return self.words()[self._slots * self._slot_bytes // 8 :: self.LINE // 8]
+    def lines(self) -> torch.Tensor:
+        """Return the lines behind the slots, int64, one a row."""
+        return self.words()[self._slots * self._slot_bytes // 8 :].view(-1, self.LINE // 8)
 
     def pin(self, device: torch.device) -> None:
         """Let a CUDA card read and write the area directly, until `close`; for any other device nothing is done.

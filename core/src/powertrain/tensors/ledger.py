@@ -20,13 +20,13 @@ _PAUSE: Final = 5e-5
 
 
 class Ledger:
-    """A number for each rank, of buckets that it is done with, and before them one that says stop.
+    """A line for each rank: how many buckets it is done with, and whether it waits; and a line before them for stop.
 
-    numbers: int64 in shared memory, 1 + ranks, no two in one line of a cache. names: of all ranks, for errors.
+    lines: int64 in shared memory, 1 + ranks lines of a cache. names: of all ranks, for errors.
     """
 
-    def __init__(self, numbers: torch.Tensor, names: Sequence[str]) -> None:
-        self._numbers, self._names = numbers, names
+    def __init__(self, lines: torch.Tensor, names: Sequence[str]) -> None:
+        self._numbers, self._waits, self._names = lines[:, 0], lines[:, 1], names
 
     @property
     def ranks(self) -> int:
@@ -53,18 +53,29 @@ class Ledger:
         names the first rank that is late.
         """
         begun, ahead = time.monotonic(), list(others)
+        self._waits[1 + rank] = 1
         while not self.stopped:
             ahead = [other for other in ahead if int(self._numbers[1 + other]) < number]
             if not ahead:
+                self._waits[1 + rank] = 0
                 return True
             now = time.monotonic()
             if now > end:
-                who = self._names[ahead[0]]
-                waited = f"{self._names[rank]} waited {now - begun:.1f} s for {who} to {what}"
-                message = f"{waited}, and it did not: it is stopped, dead or stuck"
+                who = self._names[self._cause(ahead)]
+                waited = f"{self._names[rank]} waited {now - begun:.1f} s for {self._names[ahead[0]]} to {what}"
+                message = f"{waited}; {who} is stopped, dead or stuck"
                 raise DeadlineError(message, who=who, what=what, seconds=now - begun)
             time.sleep(_PAUSE)
         return False
+
+    def _cause(self, late: Sequence[int]) -> int:
+        """Return the rank that all wait for, since a late one may itself wait for somebody.
+
+        It is the first that does not wait, of the late ones or else of all that are behind.
+        """
+        numbers, waits = self._numbers[1:].tolist(), self._waits[1:].tolist()
+        behind = [rank for rank, number in enumerate(numbers) if number < max(numbers)]
+        return next((rank for rank in (*late, *behind) if not waits[rank]), late[0])
 
     @contextmanager
     def stopping(self) -> Iterator[None]:

@@ -25,6 +25,7 @@ import torch
 from powertrain.errors import TransferError
 from powertrain.interfaces.weights import Piece
 from powertrain.tensors.area import Area, default_folder
+from powertrain.tensors.copies import copy_into
 from powertrain.tensors.ledger import Ledger
 from powertrain.tensors.planned import PlannedTransfer, margin
 from powertrain.tensors.verify import Checked
@@ -61,7 +62,7 @@ class _Session:
     def of(cls, area: Area, rank: int, how: Mapping[str, Any]) -> _Session:
         """Return a session without work; how: what the driver tells all ranks."""
         names = how["names"]
-        return cls(area, Ledger(area.numbers(), names), rank, how["writers"], how["buckets"], how["slots"])
+        return cls(area, Ledger(area.lines(), names), rank, how["writers"], how["buckets"], how["slots"])
 
     @property
     def readers(self) -> range:
@@ -199,7 +200,7 @@ def _put(area: Area, work: Sequence[tuple[torch.Tensor, Block]], tensors: Mappin
             if view.is_cuda and view.device not in cards:
                 area.pin(view.device)
                 cards.add(view.device)
-            place.copy_(view, non_blocking=True)
+            copy_into(place, view)
             total += block.bytes
     for card in cards:
         torch.cuda.current_stream(card).synchronize()
@@ -248,7 +249,7 @@ class ShmTransfer(PlannedTransfer):
         except BaseException:
             meter.failed = meter.failed or phase
             if self._area is not None:
-                Ledger(self._area.numbers(), ()).stop()
+                Ledger(self._area.lines(), ()).stop()
             raise
 
     async def _open(self, plan: TransferPlan, deadline: float) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from powertrain.errors import StateError, TransferError, UnfitError
 from powertrain.interfaces.weights import Piece, WeightSink
-from powertrain.tensors.copies import CopyProgram
+from powertrain.tensors.copies import CopyProgram, copy_into
 from powertrain.tensors.views import block_view, narrowed
 from powertrain.weights import Box, Entry, Manifest
 from powertrain.weights.boxes import FLOATS
@@ -163,7 +163,7 @@ class BoxSink(WeightSink):
                 for piece in pieces:
                     for target, source in self._targets(piece):
                         self._intact = False
-                        target.copy_(source, non_blocking=True)  # pageable memory is read before it returns
+                        copy_into(target, source)
                         on_device |= target.is_cuda or source.is_cuda
         if on_device:
             torch.cuda.synchronize()
