@@ -6,7 +6,7 @@ import json
 import pytest
 
 from powertrain.cli import explain
-from powertrain.errors import DeviceError, LayoutError
+from powertrain.errors import ConfigError, DeviceError, LayoutError
 
 
 @pytest.fixture
@@ -103,8 +103,20 @@ def test_json_names_colocated_parts(run):
 
 def test_cluster_is_checked_when_given(run):
     assert run("fsdp:d8", "--cards", "4", "--nodes", "2")
-    with pytest.raises(DeviceError, match=r"needs 8 cards \(8\), the cluster has 4 \(1 x 4\)"):
+    with pytest.raises(DeviceError, match=r"needs 8 cards, the cluster has 4 \(1 x 4\)"):
         run("fsdp:d8", "--cards", "4")
+    with pytest.raises(DeviceError, match=r"needs 3 cards \(1 \+ 2\), the cluster has 2 \(2 x 1\)"):
+        run("fsdp:d1+hf:d2", "--cards", "1", "--nodes", "2")
+
+
+@pytest.mark.parametrize("words", [("--cards", "0"), ("--cards", "-1"), ("--cards", "8", "--nodes", "0")])
+def test_cluster_without_cards_is_refused(run, words):
+    with pytest.raises(ConfigError, match="both must be at least 1"):
+        run("fsdp:d1", *words)
+
+
+def test_one_card_is_not_cards(run):
+    assert "needs 1 card\n" in run("fsdp:d1|hf:d1")
 
 
 def test_faults_come_through(run):

@@ -29,8 +29,6 @@ ONE_FAULT = [
     ("hf:", 3, "sizes are missing; write for example 'hf:d1'"),
     ("hf: via shm|fsdp:d1", 4, "sizes are missing; write for example 'hf:d1'"),
     ("nine+fsdp:d1", 4, "sizes are missing; write for example 'nine:n1'"),
-    ("", 0, "the layout is empty"),
-    ("  \t ", 4, "the layout is empty"),
     ("fsdp:d2|", 7, "a part is missing beside '|'"),
     ("fsdp:d2||hf:d2", 8, "a part is missing beside '|'"),
     ("+hf:d2", 0, "a part is missing beside '+'"),
@@ -68,8 +66,25 @@ ONE_FAULT = [
     ("fsdp:d2?note=a'b", 14, 'unexpected "\'b"'),
     ("fsdp:d2?note=", 13, "option 'note' has no value; write 'note=value', an empty one as ''"),
     ("fsdp:d2?note", 12, "option 'note' has no value; write 'note=value'"),
-    ("fsdp:d2?", 8, "backend 'fsdp' has no option ''; it has: dtype,"),
-    ("fsdp:d2?lr=1&", 13, "backend 'fsdp' has no option ''; it has: dtype,"),
+    ("fsdp:d2?", 8, "an option is missing behind '?'; write '?name=value'"),
+    ("fsdp:d2?=3", 8, "an option is missing behind '?'; write '?name=value'"),
+    ("fsdp:d2?lr=1&", 13, "an option is missing behind '&'; write '&name=value'"),
+    ("fsdp:d2?lr=1& & note=a", 14, "an option is missing behind '&'"),
+    ("fsdp:d2?lr=1?note=a", 11, "option 'lr' needs a value of type float, got '1?note=a'; '&' joins options, as in"),
+    ("fsdp:d2?lr=1 note=a", 13, "unexpected 'note=a'; '&' joins options, as in '?a=1&b=2'"),
+    ("fsdp:d2?lr=1,note=a", 11, "option 'lr' needs a value of type float, got '1,note=a'; '&' joins options, as in"),
+    ("fsdp:d2?lr=1;note=a", 11, "option 'lr' needs a value of type float, got '1;note=a'; '&' joins options, as in"),
+    ("fsdp:d2?lr:1", 10, "option 'lr' has no value; write 'lr=value'"),
+    ("fsdp:d2?lr 1", 11, "option 'lr' has no value; write 'lr=value'"),
+    ("fsdp:d-1", 6, "axis 'd' has no number; write 'd1'"),
+    ("fsdp:d=1", 6, "axis 'd' has no number; write 'd1'"),
+    ("fsdp:data-1", 5, "backend 'fsdp' has no axis 'data'"),
+    ("fsdp:1d", 5, "sizes are missing; write for example 'fsdp:d1'"),
+    ("fsdp=d1", 4, "sizes are missing; write for example 'fsdp:d1'"),
+    ("megatron:(attn:2d|ffn:d2)", 15, "sizes are missing; write for example 'attn:p1'"),
+    ("fsdp:d1|hf:d1 vai shm", 14, "unexpected 'vai shm' (did you mean 'via'?)"),
+    ("fsdp:d1|hf:d1?eager=on vai shm", 23, "unexpected 'vai shm' (did you mean 'via'?)"),
+    ("fsdp:d1|hf:d2", 8, "'fsdp' has 1 card, 'hf' has 2; make them equal"),
     ("fsdp:d2?nte=1", 8, "backend 'fsdp' has no option 'nte' (did you mean 'note'?); it has: dtype,"),
     ("fsdp:d2?lr=1&lr=2", 13, "option 'lr' stands there twice"),
     ("fsdp:d2?lr=fast", 11, "option 'lr' needs a value of type float, got 'fast'"),
@@ -79,7 +94,7 @@ ONE_FAULT = [
     ("vllm:d1?gpu_memory_utilization=1.5", 31, "the most allowed is 1"),
     ("fsdp:d2?inline=true", 15, "inline engines have 1 rank; part 'fsdp' has 2"),
     ("hf:d1?inline=true&python=/x", 13, "is inline and has an interpreter of its own; drop one"),
-    ("fsdp:d2 via", 11, "unknown transfer ''; there are: local, shm,"),
+    ("fsdp:d2 via", 11, "a transfer is missing behind 'via'; there are: local, shm,"),
     ("fsdp:d2|hf:d2 via shn", 18, "unknown transfer 'shn' (did you mean 'shm'?); there are: local, shm,"),
     ("fsdp:d2 via shm", 12, "part 'fsdp' has no partner to exchange weights with"),
     ("fsdp:d1|vllm[a]:d1+hf[b]:d1?frozen=on via shm", 42, "part 'b' is frozen and gets no weights"),
@@ -99,6 +114,18 @@ def test_fault_is_pointed_at(faults, text, at, message):
     found = faults(text)
     assert [place for place, _ in found] == [at], found
     assert message in found[0][1]
+
+
+@pytest.mark.parametrize("text", ["", "  \t "])
+def test_empty_layout_quotes_no_line(parse, text):
+    with pytest.raises(LayoutError) as caught:
+        parse(text)
+    assert str(caught.value) == "layout has 1 fault:\nthe layout is empty; write for example 'BACKEND:d1'"
+
+
+@pytest.mark.parametrize("text", ["fsdp=d1|hf=d1", "fsdp:1d|hf:1d", "fsdp d1|hf d1", "fsdp:d-1|hf:d-1"])
+def test_each_parts_sizes_are_one_fault(faults, text):
+    assert len(faults(text)) == 2
 
 
 def test_all_faults_are_told_at_once(faults):
@@ -203,11 +230,11 @@ def test_installed_backends_are_looked_up_by_default(monkeypatch):
 
 
 BAD_MAPPINGS = [
-    ({}, "groups is None, not a list of lists of parts"),
+    ({}, "groups is null, not a list of lists of parts"),
     ({"groups": [], "group": 1}, r"a layout has no key 'group' \(did you mean 'groups'\?\)"),
     ({"groups": ["fsdp:d1"]}, r"groups is \[\'fsdp:d1\'\], not a list of lists of parts"),
     ({"groups": [["fsdp:d1"]]}, r"groups\[0\]\[0\] is 'fsdp:d1', not a mapping"),
-    ({"groups": [[{"axes": {"d": 1}}]]}, r"groups\[0\]\[0\]\.backend is None, not the name of a backend"),
+    ({"groups": [[{"axes": {"d": 1}}]]}, r"groups\[0\]\[0\]\.backend is null, not the name of a backend"),
     (
         {"groups": [[{"backend": "fsdp:d1|hf", "axes": {"d": 1}}]]},
         r"\.backend is 'fsdp:d1\|hf', not the name of a backend",
@@ -262,6 +289,12 @@ BAD_MAPPINGS = [
 def test_bad_mapping_is_refused(parse, mapping, message):
     with pytest.raises(LayoutError, match=message):
         parse(mapping)
+
+
+def test_key_that_stands_for_the_groups_is_one_fault(parse):
+    with pytest.raises(LayoutError) as caught:
+        parse({"group": [["fsdp:d1"]]})
+    assert len(caught.value.problems) == 1
 
 
 def test_bad_mapping_tells_all(parse):

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from powertrain.layout import PART_OPTIONS, Layout, Part, parse_layout
+from powertrain.layout.parts import counted
 
 _LISTED: Final = 16
 """Parts of at most so many ranks are listed rank by rank, others by instance."""
@@ -84,7 +85,7 @@ def _show(found: dict[str, Any]) -> None:
     from rich.table import Column, Table
 
     console = Console(markup=False, highlight=False, emoji=False)
-    console.print(f"{found['layout']}\nneeds {found['cards']} cards", soft_wrap=True)
+    console.print(f"{found['layout']}\nneeds {counted(found['cards'])}", soft_wrap=True)
     for titles, rows in _TABLES.items():
         table = Table(*(Column(title, overflow="fold") for title in ("part", *titles)), box=None, pad_edge=False)
         for part in found["parts"]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from powertrain.errors import ConfigError, PluginError
-from powertrain.layout.parts import PART_OPTIONS, Layout, Part, in_attn
+from powertrain.layout.parts import PART_OPTIONS, Layout, Part, counted, in_attn
 from powertrain.layout.text import DIM, NAME, OPTION, SECTION, Faults, mapping_text, read, shorten, value_text
 from powertrain.options import OptionSpec, convert, nearest
 from powertrain.specs import AxisSpec, BackendSpec
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MAX_CARDS: Final = 65_536
 """Most cards of one part, and so the largest size of an axis."""
+_SEVERAL: Final = re.compile(r"[,;?]\s*[\w.-]+=")
+_JOINED: Final = "; '&' joins options, as in '?a=1&b=2'"
 
 
 def parse_layout(text: str | Mapping[str, Any], *, registry: Registry | None = None) -> Layout:
@@ -60,7 +62,7 @@ def _check_equal_sizes(group: list[Written], faults: Faults) -> int:
     sizes = [(written.at, written.part) for written in group if written.part]
     for at, part in sizes:
         leader = sizes[0][1]
-        differ = f"{leader.label!r} has {leader.world} cards, {part.label!r} has {part.world}"
+        differ = f"{leader.label!r} has {counted(leader.world)}, {part.label!r} has {part.world}"
         message = f"colocated parts have equal sizes: {differ}; make them equal, or separate them with '+'"
         faults.add(at, message, when=part.world != leader.world)
     return sizes[0][1].world if sizes else 0
@@ -110,6 +112,8 @@ class Written:
         self.name = None if found["name"] is None else found["name"].strip()
         self._at: dict[str, int] = {}
         """Offsets of what a rule may point at: axes ("d"), sections ("ffn:") and values of options ("?lr")."""
+        self._told_at = -1
+        """Where an option ends that has no value: what stands there is no fault of its own."""
         self._spec: BackendSpec | None = None
         self._table: Mapping[str, AxisSpec] = {}
         try:
@@ -118,8 +122,8 @@ class Written:
         except (PluginError, ConfigError) as exc:
             self.fault(self.at, str(exc))
         self.role = self._spec.role if self._spec else ""
-        self._check_words(registry)
         options = self._options()
+        self._check_words(registry)
         before = len(faults)
         axes, expert_axes = self._sizes()
         self.part: Part | None = None
@@ -140,27 +144,32 @@ class Written:
     def _check_words(self, registry: Registry) -> None:
         """Check the name and the transfer, and that nothing stands behind the part."""
         found, via = self.found, self.found["via"]
-        self._stray(found, "rest")
+        self._stray(found, "rest", when=found.start("rest") != self._told_at)
         if found["name_end"] == "":
             self.fault(found.start("name") - 1, "bracket '[' is not closed")
         elif self.name is not None and not NAME.fullmatch(self.name):
             form = "it takes letters, digits, '_', '.', '-' and starts with a letter"
             self.fault(found.start("name"), f"{self.name!r} cannot be a name: {form}")
         if via is not None and via not in (known := registry.names("transfer")):
-            listed = ", ".join(known) or "none"
-            self.fault(found.start("via"), f"unknown transfer {via!r}{nearest(via, known)}; there are: {listed}")
+            what = f"unknown transfer {via!r}{nearest(via, known)}" if via else "a transfer is missing behind 'via'"
+            self.fault(found.start("via"), f"{what}; there are: {', '.join(known) or 'none'}")
 
-    def _stray(self, found: re.Match[str], piece: str) -> None:
+    def _stray(self, found: re.Match[str], piece: str, *, when: bool = True) -> None:
         text = found[piece].strip()
-        hint = "; '|' joins parts on the same cards, '+' parts on cards of their own" if ":" in text else ""
-        self.fault(found.start(piece), f"unexpected {shorten(text, 20)!r}{hint}", when=found[piece])
+        first = text.partition(" ")[0]
+        hint = nearest(first, ["via"]) if first != "via" else ""
+        if ":" in text:
+            hint = "; '|' joins parts on the same cards, '+' parts on cards of their own"
+        elif piece == "rest" and "=" in text:
+            hint = _JOINED
+        self.fault(found.start(piece), f"unexpected {shorten(text, 20)!r}{hint}", when=when and text)
 
     def _sizes(self) -> tuple[dict[str, int], dict[str, int] | None]:
         """Return the sizes by axis, and with sections, those of `attn` and those of `ffn`."""
-        self._stray(self.found, "stray")
         written, opened = self.found["sections"], self.found.start("sizes")
         if written is None:
             return self._dims(self.found, ""), None
+        self._stray(self.found, "stray")
         sizes: dict[str, dict[str, int]] = {}
         for section in SECTION.finditer(self.found.string, *self.found.span("sections")):
             name, at = section["section"], section.start("section")
@@ -170,7 +179,6 @@ class Written:
                 self.fault(at, f"section {name!r} stands there twice")
             else:
                 self._at[f"{name}:"] = at
-                self._stray(section, "stray")
                 sizes[name] = self._dims(section, name)
         if not written.endswith(")"):
             self.fault(opened, "bracket '(' is not closed")
@@ -183,6 +191,8 @@ class Written:
 
         Of an unknown backend any axis will do.
         """
+        # An axis without its number is told below, and what stands in the number's place is no fault of its own.
+        self._stray(found, "stray", when=found["dims"][-1:].isdecimal())
         allowed = {name: axis for name, axis in self._table.items() if _takes(section, axis)}
         start = found.start("dims")
         if not found["colon"] or not found["dims"]:
@@ -225,7 +235,11 @@ class Written:
         values: dict[str, Any] = {}
         for option in OPTION.finditer(self.found.string, *self.found.span("options")):
             name, text = option["key"], option["value"]
-            if f"?{name}" in self._at:
+            self._told_at = -1 if text else option.end()
+            if not name:
+                sign = option.group()[0]
+                self.fault(option.start("key"), f"an option is missing behind {sign!r}; write '{sign}name=value'")
+            elif f"?{name}" in self._at:
                 self.fault(option.start("key"), f"option {name!r} stands there twice")
             elif self._spec and name not in known:
                 listed = f"{nearest(name, known)}; it has: {', '.join(sorted(known))}"
@@ -238,7 +252,7 @@ class Written:
                 try:
                     values[name] = _value(known[name], text)
                 except ConfigError as exc:
-                    self.fault(option.start("value"), str(exc))
+                    self.fault(option.start("value"), str(exc) + (_JOINED if _SEVERAL.search(text) else ""))
                 except (ValueError, RecursionError):
                     self.fault(option.start("value"), f"option {name!r} takes finite numbers and no deep nesting")
             self._at[f"?{name}"] = option.start("value")

@@ -222,9 +222,13 @@ class Layout:
 
     def check_cluster(self, *, cards: int, nodes: int = 1) -> None:
         """Raise `DeviceError` unless `nodes` nodes of `cards` cards each hold the layout."""
+        if cards < 1 or nodes < 1:
+            message = f"a cluster of {nodes} nodes with {cards} cards each holds nothing; both must be at least 1"
+            raise ConfigError(message)
         if self.cards > cards * nodes:
             sizes = " + ".join(str(group[0].world) for group in self.groups)
-            need = f"needs {self.cards} cards ({sizes}), the cluster has {cards * nodes} ({nodes} x {cards})"
+            groups = f" ({sizes})" if len(self.groups) > 1 else ""
+            need = f"needs {counted(self.cards)}{groups}, the cluster has {cards * nodes} ({nodes} x {cards})"
             message = f"layout {str(self)!r} {need}; make a part smaller, or colocate parts with '|'"
             raise DeviceError(message)
 
@@ -241,6 +245,11 @@ class Layout:
 
     def __str__(self) -> str:
         return "+".join("|".join(map(str, group)) for group in self.groups)
+
+
+def counted(cards: int) -> str:
+    """Return a number of cards in words, `1 card` or `2 cards`."""
+    return f"{cards} card{'s' * (cards != 1)}"
 
 
 def in_attn(axis: AxisSpec) -> bool:

@@ -107,15 +107,18 @@ class Faults:
         if self._found:
             heading = f"layout has {len(self)} fault{'s' * (len(self) != 1)}:"
             found = sorted(self._found, key=lambda fault: fault[0])
-            raise LayoutError([f"{message}\n{self._quote(at)}" for at, message in found], heading=heading)
+            raise LayoutError([message + self._quote(at) for at, message in found], heading=heading)
 
     def _quote(self, at: int) -> str:
-        """Return the line and a caret under offset `at`; unprintable characters become blanks, long lines are cut."""
+        """Return the line and a caret under offset `at`; unprintable characters become blanks, long lines are cut.
+
+        Of a blank text there is nothing to point at.
+        """
         start = max(0, at - 2 * _WINDOW // 3) if len(self.text) > _WINDOW else 0
         piece = "".join(c if c.isprintable() else " " for c in self.text[start : start + _WINDOW])
         before = "".join("\u3000" if unicodedata.east_asian_width(c) in "WF" else " " for c in piece[: at - start])
         left, right = ("…" if start else ""), ("…" if start + _WINDOW < len(self.text) else "")
-        return f"    {left}{piece}{right}\n    {' ' * len(left)}{before}^"
+        return f"\n    {left}{piece}{right}\n    {' ' * len(left)}{before}^" if self.text.strip() else ""
 
 
 def shorten(text: str, most: int) -> str:
@@ -150,7 +153,8 @@ def mapping_text(mapping: Mapping[str, Any]) -> str:
     problems = _unknown_keys("a layout", mapping, ("groups",))
     groups = mapping.get("groups")
     if not isinstance(groups, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in groups):
-        problems.append(f"groups is {_brief(groups)}, not a list of lists of parts")
+        if "groups" in mapping or not problems:  # else a key that is not known was meant for it
+            problems.append(f"groups is {_brief(groups)}, not a list of lists of parts")
         groups = []
     for i, group in enumerate(groups):
         for j, part in enumerate(group):
@@ -191,6 +195,6 @@ def _fits(value: Any, word: re.Pattern[str], entry: re.Pattern[str] | None) -> b
 def _brief(value: Any) -> str:
     """Return a short form of anything for a message."""
     try:
-        return shorten(repr(value), 60)
+        return "null" if value is None else shorten(repr(value), 60)
     except (ValueError, RecursionError):
         return f"a {type(value).__name__}"
