@@ -92,7 +92,7 @@ def test_faulty_transfer_options_are_told(dry, given, told):
     ("model", "told"),
     [
         ("./models", "model folder './models' does not exist below {base}"),
-        ("", "model '' is no folder below {base}"),
+        ("", "option 'model' is ''; leave it out, or give a text"),
         ("package:json/x.gguf", "package 'json' has no file 'x.gguf'"),
     ],
 )
@@ -116,3 +116,36 @@ def test_resumed_run_cannot_have_fewer_steps_than_it_has_taken(dry, tmp_path, ca
     told = f"'ppo.steps' is {steps}; the run has taken 6, give at least 6"
     assert (told in capsys.readouterr().err) is refused
     assert len(carried) == (not refused)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["runn", "a.yaml"], "no command 'runn' (did you mean 'run'?); there are: run, resume, "),
+        (["xyz"], "no command 'xyz'; there are: run, resume, "),
+        (
+            ["run", "a.yaml", "--steps", "3"],
+            "no option '--steps'; settings are words without dashes, such as 'ppo.steps=3';",
+        ),
+        (["run", "a.yaml", "--steps"], "such as 'ppo.steps=true'"),
+        (
+            ["run", "a.yaml", "--optim.lr=1"],
+            "no option '--optim.lr=1'; settings are words without dashes, such as 'optim.lr=1'",
+        ),
+        (["run", "--lr", "1", "a.yaml"], "such as 'optim.lr=1'"),
+        (["run", "a.yaml", "--model=x"], "such as 'model=x'"),
+        (
+            ["run", "a.yaml", "--dry-runn"],
+            "no option '--dry-runn' (did you mean '--dry-run'?); `powertrain run --help`",
+        ),
+        (
+            ["resume", "run", "--steps=3"],
+            "no option '--steps=3'; settings are words without dashes, such as 'ppo.steps=3'",
+        ),
+        (["explain", "fsdp:d1", "--jsn"], "no option '--jsn' (did you mean '--json'?); `powertrain explain "),
+        (["engines", "--what"], "no option '--what'; `powertrain engines --help` lists what there is"),
+    ],
+)
+def test_unusable_command_line_is_told_with_the_way_out(capsys, words, told):
+    assert main(words) == 2
+    assert told in capsys.readouterr().err

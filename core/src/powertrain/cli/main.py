@@ -14,7 +14,8 @@ from importlib import import_module
 from typing import Final
 
 from powertrain import __version__
-from powertrain.errors import PowertrainError
+from powertrain.errors import ConfigError, PowertrainError
+from powertrain.options import nearest
 
 COMMANDS: Final = (
     ("run", "powertrain.cli.run", "run a recipe file"),
@@ -57,5 +58,18 @@ def _dispatch(arguments: list[str]) -> int:
             module = import_module(path)
             module.add_arguments(command)
             command.set_defaults(execute=module.execute)
-    args = parser.parse_args(arguments)
+    names = [name for name, _, _ in COMMANDS]
+    if called is not None and called not in names:
+        message = f"no command {called!r}{nearest(called, names)}; there are: {', '.join(names)}"
+        raise ConfigError(message)
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        options = [name.lstrip("-") for name in commands.choices[str(called)]._option_string_actions]
+        hint = nearest(unknown[0].strip("-"), options).replace("'", "'--", 1)
+        if "overrides" in args and not hint:
+            from powertrain.cli.settings import meant
+
+            hint = f"; settings are words without dashes, such as {meant(unknown[0], arguments)!r}"
+        message = f"no option {unknown[0]!r}{hint}; `powertrain {called} --help` lists what there is"
+        raise ConfigError(message)
     return int(args.execute(args))
