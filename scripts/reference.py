@@ -98,7 +98,7 @@ def configuration(registry: Registry) -> str:
             "also stand in the config string (`hf:d2?max_rows=64`), which wins over the part's section, and that over "
             "the backend's.\n\n`null` means: at a key of core, or for a whole section, as if it were not given, so its "
             'default; for an option inside of a section, the value none, which only those of a type "or null" take (an '
-            "option that is left out has its default). Under `env` it is no word: a variable is text.\n"
+            "option that is left out has its default). Under `env` it is refused: a variable is text, quote it.\n"
         ),
         "## Keys of core\n",
         options(CORE_OPTIONS, mappings),

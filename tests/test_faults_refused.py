@@ -27,7 +27,7 @@ def recipe(tmp_path):
     [
         ("optim.beta1=1", "'optim.beta1' is 1; it must be below 1"),
         ("optim.beta2=1.0", "'optim.beta2' is 1; it must be below 1"),
-        ("lora.targets=[]", "'lora.targets' is empty"),
+        ("lora.targets=[]", "'lora.targets' is []"),
     ],
 )
 def test_value_that_would_only_fail_in_the_engine(recipe, word, said):

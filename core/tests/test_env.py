@@ -79,7 +79,7 @@ def test_numbers_become_text():
     [
         ({"A": True}, "A is True"),
         ({"A": "x\0"}, "zero bytes"),
-        ({"A": None}, "A is None"),
+        ({"A": None}, "A is null"),
         ({"A=B": "1"}, "A=B"),
         ({"": "1"}, "''"),
     ],

@@ -61,6 +61,36 @@ def test_whole_numbers_can_be_sent_to_another_process(value):
         convert(OptionSpec(name="n", type="int", default=1), value)
 
 
+@pytest.mark.parametrize("kind", ["list", "mapping"])
+@pytest.mark.parametrize("inside", [2**63, [-(2**63) - 1], {"a": [{"b": 2**64}]}, {2**63: 1}])
+def test_whole_numbers_inside_a_value_can_be_sent_too(kind, inside):
+    spec = OptionSpec(name="n", type=kind, default=())
+    with pytest.raises(ConfigError, match=r"option 'n' is .*; whole numbers have at most 64 bits"):
+        convert(spec, [inside] if kind == "list" else {"k": inside})
+    assert convert(spec, [2**63 - 1] if kind == "list" else {"k": -(2**63)})
+
+
+@pytest.mark.parametrize("kind", ["list", "mapping"])
+def test_value_that_holds_itself_is_refused(kind):
+    value = [] if kind == "list" else {}
+    value.append(value) if kind == "list" else value.update(k=value)
+    with pytest.raises(ConfigError, match=f"option 'n' needs a value of type {kind}"):
+        convert(OptionSpec(name="n", type=kind, default=()), value)
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_bare_yes_or_no_is_no_text(value):
+    with pytest.raises(ConfigError, match=f"option 'model' needs a value of type str, got {value}"):
+        convert(OptionSpec(name="model"), value)
+
+
+@pytest.mark.parametrize("default", [None, "runs"])
+def test_text_may_be_empty_only_where_the_default_is(default):
+    with pytest.raises(ConfigError, match="option 'runs' is ''; leave it out, or give a text"):
+        convert(OptionSpec(name="runs", default=default), "")
+    assert convert(OptionSpec(name="runs", default=""), "") == ""
+
+
 @pytest.mark.parametrize("value", ["\0", "a\0b"])
 def test_text_without_end_of_string_inside(value):
     with pytest.raises(ConfigError, match="option 'data' needs a value of type str"):

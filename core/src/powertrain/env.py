@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from powertrain.errors import ConfigError, EnvironmentConflictError
+from powertrain.options import shown
 
 Layer = Mapping[str, Any]
 """Variable name -> value; values are text or numbers, numbers become text."""
@@ -29,6 +30,8 @@ _RANK_VARIABLE: Final = re.compile(
     r"|SLURM_PROCID|SLURM_LOCALID|SLURM_NODEID|SLURM_GTIDS|SLURM_TASK_PID)"
 )
 _RENDEZVOUS: Final = frozenset({"MASTER_ADDR", "MASTER_PORT"})
+_OWN: Final = frozenset({"POWERTRAIN_WORKER", "POWERTRAIN_STARTED_AGAIN"})
+"""How powertrain's processes tell each other who they are."""
 _HASH_SEED: Final = "PYTHONHASHSEED"
 _PROMISES: Final[Mapping[str, tuple[str, Callable[[str], bool], str]]] = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", lambda value: value in {":4096:8", ":16:8"}, ":4096:8 or :16:8"),
@@ -178,13 +181,23 @@ def _contradictions(explicit: Mapping[str, str], rank: Mapping[str, str], device
     return problems
 
 
+def variable_fault(name: Any, value: Any, *, text_only: bool = False) -> str:
+    """Return what keeps a variable out of an environment, or ""; text_only: as the user writes it.
+
+    Then a number, whose text may not be the one that was written, is none, and powertrain's own variables are refused.
+    """
+    if not isinstance(name, str) or not name or "=" in name or "\0" in name:
+        return f"{shown(name)} cannot be a variable's name"
+    kinds = str if text_only else (str, int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or "\0" in str(value):
+        return f"{name} is {shown(value)}; write the exact text in quotes, without zero bytes"
+    return f"{name} is powertrain's own; leave it out" if text_only and name in _OWN else ""
+
+
 def _texts(layer: Layer | None, where: str) -> dict[str, str]:
     """Return the layer with text values; ConfigError for what has no single obvious text or cannot be passed on."""
     for name, value in (layer or {}).items():
-        if not isinstance(name, str) or not name or "=" in name or "\0" in name:
-            message = f"{where}: {name!r} cannot be a variable's name"
-            raise ConfigError(message)
-        if isinstance(value, bool) or not isinstance(value, (str, int, float)) or "\0" in str(value):
-            message = f"{where}: {name} is {value!r}; write the exact text in quotes, without zero bytes"
+        if fault := variable_fault(name, value):
+            message = f"{where}: {fault}"
             raise ConfigError(message)
     return {name: str(value) for name, value in (layer or {}).items()}

@@ -81,38 +81,56 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 def shown(value: Any) -> str:
     """Return a value as a message shows it: in YAML's word where there is none, cut where it is long."""
-    text = "null" if value is None else repr(value)
+    try:
+        text = "null" if value is None else repr(value)
+    except RecursionError:
+        text = f"a {type(value).__name__} of endless depth"
     return text if len(text) <= 100 else f"{text[:100]}… ({len(text)} characters)"
+
+
+def is_none(value: Any) -> bool:
+    """Tell whether a value means none: no value, or the text `null` or `none` as a config string writes it."""
+    return value is None or (isinstance(value, str) and value.lower() in {"null", "none"})
 
 
 def convert(spec: OptionSpec, value: Any) -> Any:
     """Convert `value` (text from a config string, or a YAML value) to the option's type; ConfigError when it cannot be.
 
     Text is read strictly: `int` takes `12` and not `1.5`, `bool` takes true/false/yes/no/on/off/1/0, `list` takes
-    JSON or comma-separated text, `mapping` takes JSON.
+    JSON or comma-separated text, `mapping` takes JSON. A text may be empty where the default is.
     """
-    if spec.default is None and (value is None or (isinstance(value, str) and value.lower() in {"null", "none"})):
+    if spec.default is None and is_none(value):
         return None
+    if isinstance(value, bool):  # what YAML makes of a bare yes or no, where that is a choice
+        value = next((word for word in spec.choices if _BOOLEANS.get(str(word)) is value), value)
     try:
         result = READERS[spec.type](value)
-    except (ValueError, TypeError, KeyError) as exc:
+        bounded = _bounded(result)
+    except (ValueError, TypeError, KeyError, RecursionError) as exc:
         message = f"option {spec.name!r} needs a value of type {spec.type}, got {shown(value)}"
         raise ConfigError(message) from exc
-    if isinstance(value, bool):  # what YAML makes of a bare yes or no, where that is a choice
-        result = next((word for word in spec.choices if _BOOLEANS.get(str(word)) is value), result)
     words = ["null" if word is None else str(word) for word in spec.choices]
     other = bool(words) and result not in spec.choices
     limits = {
         f"it takes {', '.join(words)}{nearest(str(result), words) if other else ''}": other,
         f"the least allowed is {spec.minimum}": spec.minimum is not None and result < spec.minimum,
         f"the most allowed is {spec.maximum}": spec.maximum is not None and result > spec.maximum,
-        "whole numbers have at most 64 bits": spec.type == "int" and not -(2**63) <= result < 2**63,
+        "whole numbers have at most 64 bits": not bounded,
+        "leave it out, or give a text": result == "" and spec.default != "",
     }
     broken = [limit for limit, beyond in limits.items() if beyond]
     if broken:
         message = f"option {spec.name!r} is {shown(result)}; {broken[0]}"
         raise ConfigError(message)
     return result
+
+
+def _bounded(value: Any) -> bool:
+    """True where all whole numbers in a value have at most 64 bits, so that it can be sent to another process."""
+    if isinstance(value, (list, tuple, Mapping)):
+        inside = [*value, *value.values()] if isinstance(value, Mapping) else value
+        return all(map(_bounded, inside))
+    return not isinstance(value, int) or -(2**63) <= value < 2**63
 
 
 def _integer(value: Any) -> int:
@@ -128,9 +146,9 @@ def _number(value: Any) -> float:
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, (str, int, float)) or "\0" in str(value):
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)) or "\0" in str(value):
         raise ValueError
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value)
 
 
 def _sequence(value: Any) -> list[Any]:

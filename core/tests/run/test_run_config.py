@@ -211,8 +211,37 @@ def test_fixed_key_cannot_be_overridden(read):
         read("", "model=other", fixed=("model",))
 
 
+MERGED = "loop: {extra: &a {A: 1, B: yes}}\n"
+
+
 @pytest.mark.parametrize(
-    ("text", "match"), [("a: 1\na: 2\n", "twice"), ("[1]\n", "holds a list"), ("a: [\n", "is not YAML")]
+    ("text", "env"),
+    [
+        ("env: {<<: *a}\n", {"A": "1", "B": "yes"}),
+        ("env: {<<: *a, B: no}\n", {"A": "1", "B": "no"}),
+        ("env: &b {<<: *a, B: no}\ntr: {}\ninf: {}\n", {"A": "1", "B": "no"}),
+        ("env: {<<: [*a, {A: 2, C: 3}]}\n", {"A": "1", "B": "yes", "C": "3"}),
+    ],
+)
+def test_merge_key_lays_another_mapping_under(read, text, env):
+    config = read(MERGED + text)
+    assert config["env"] == env
+    assert config.recipe_options["extra"] == {"A": 1, "B": True}
+
+
+def test_merge_key_is_used_before_and_after_it_is_merged_again(read):
+    text = "loop: {extra: {x: {y: &b {<<: &a {A: 1, B: 2}, B: 3}}, z: {<<: *b, A: 4}}}\n"
+    assert read(text).recipe_options["extra"] == {"x": {"y": {"A": 1, "B": 3}}, "z": {"A": 4, "B": 3}}
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("a: {b: &x {c: 1}, <<: *x, b: 2}\n", "key 'b' stands there twice"),
+        ("a: 1\na: 2\n", "twice"),
+        ("[1]\n", "holds a list"),
+        ("a: [\n", "is not YAML"),
+    ],
 )
 def test_unusable_file_is_refused(read, text, match):
     with pytest.raises(ConfigError, match=match):
@@ -277,6 +306,7 @@ def test_schedule_that_cannot_be_is_refused_beside_the_other_faults(read, words,
     [
         (["model='null'"], "'model' is required"),  # the text null means none, as in a config string
         (["recipe=none"], "'recipe' is required"),
+        (["engines=null"], "'engines' is required"),
         (["optim.lr=.nan"], "option 'lr' needs a value of type float, got nan"),
         (["timeouts.start=.nan"], "option 'start' needs a value of type float, got nan"),
         ([f"seed={2**63}"], f"option 'seed' is {2**63}; the most allowed is {2**63 - 1}"),
@@ -303,14 +333,30 @@ def test_deadline_that_is_over_before_it_begins_is_refused(read, name, value):
         ("recipe: loop\nengines: tr:d1|inf:d1\nmodel: [a]\n", ["option 'model' needs"]),
         ("recipe: loop\nengines: [a, b]\nmodel: a/b\n", ["(the key 'engines') is a config string or a mapping, not a"]),
         ("recipe: loop\nengines: 5\nmodel: a/b\n", ["(the key 'engines') is a config string or a mapping, not a"]),
-        ("recipe: loop\nengines: {train: a}\nmodel: a/b\n", ["has no key 'train'", "groups is "]),
+        ("recipe: loop\nengines: {train: a}\nmodel: a/b\n", ["has no key 'train'"]),
+        ("recipe: ''\nengines: tr:d1|inf:d1\nmodel: a/b\n", ["option 'recipe' is ''; leave it out, or give a text"]),
+        (BASE + "base: /no/such\n", ["'base' is '/no/such', which is no folder"]),
+        (BASE + "transfer: ''\n", ["option 'transfer' is ''; leave it out, or give a text"]),
+        (BASE + "runs: ''\n", ["option 'runs' is ''; leave it out, or give a text"]),
+        (BASE + "name: true\n", ["option 'name' needs a value of type str, got True"]),
+        (BASE + "lora: {name: ''}\n", ["option 'name' is ''; leave it out, or give a text"]),
+        (BASE + "lora: {targets: []}\n", ["'lora.targets' is []; it takes the ends of modules' names"]),
+        (BASE + "lora: {targets: [1]}\n", ["'lora.targets' is [1]; it takes the ends of modules' names"]),
+        (BASE + "lora: {targets: ['']}\n", ["'lora.targets' is ['']; it takes the ends of modules' names"]),
+        (BASE + "env: {A: null}\n", ["'env': A is null; write the exact text in quotes"]),
+        (BASE + "env: {A: }\n", ["'env': A is null; write the exact text in quotes"]),
+        (BASE + "env: {null: x}\n", ["'env': null cannot be a variable's name"]),
+        (BASE + "env: {A: [1]}\n", ["'env': A is ['1']; write the exact text in quotes"]),
+        (BASE + "env: {'A=B': x}\n", ["'env': 'A=B' cannot be a variable's name"]),
+        (BASE + "env: {POWERTRAIN_WORKER: x}\n", ["'env': POWERTRAIN_WORKER is powertrain's own; leave it out"]),
+        (BASE + "env: {POWERTRAIN_STARTED_AGAIN: 1}\n", ["'env': POWERTRAIN_STARTED_AGAIN is powertrain's own"]),
         (
             "recipe: loop\nengines: tr:d1|inf:d1\nmodel: a/b\noptim: {schedule: {kind: cosine, warmup_steps: 9}}\n",
             ["warmup takes 9 of 7"],
         ),
-        ("reciep: loop\nengines: tr:d1|inf:d1\nmodel: a/b\n", ["'recipe' is required", "key 'reciep' (did you mean"]),
-        ("recipe: loop\nenginse: tr:d1|inf:d1\nmodel: a/b\n", ["'engines' is required", "key 'enginse' (did you mean"]),
-        ("recipe: loop\nengines: tr:d1|inf:d1\nmodle: a/b\n", ["'model' is required", "unknown key 'modle' (did you"]),
+        ("reciep: loop\nengines: tr:d1|inf:d1\nmodel: a/b\n", ["key 'reciep' (did you mean 'recipe'?)"]),
+        ("recipe: loop\nenginse: tr:d1|inf:d1\nmodel: a/b\n", ["key 'enginse' (did you mean 'engines'?)"]),
+        ("recipe: loop\nengines: tr:d1|inf:d1\nmodle: a/b\n", ["unknown key 'modle' (did you mean 'model'?)"]),
         (BASE + "vl: {a: 1}\n", ["section 'vl': no part of the layout is of that backend"]),
         (BASE + "tr: {fill: 1}\n", ["unknown option 'fill' (did you mean 'inf.fill'?)"]),
         (BASE + "loop: {lr: 1}\n", ["unknown option 'lr' (did you mean 'optim.lr'?)"]),

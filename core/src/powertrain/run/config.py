@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from powertrain.env import variable_fault
 from powertrain.errors import ConfigError, PluginError, Violations
 from powertrain.interfaces.build import HeadSpec, LoraSpec, OptimSpec, ScheduleSpec
 from powertrain.layout import Layout, Part, parse_layout
 from powertrain.layout.parts import PART_OPTIONS
-from powertrain.options import OptionSpec, collect, nearest, resolve
+from powertrain.options import OptionSpec, collect, is_none, nearest, resolve, shown
 from powertrain.registry import Registry
 from powertrain.run.options import CORE_OPTIONS, GROUPS, SCHEDULE_OPTIONS
 from powertrain.run.recipe_file import lay_over, read_yaml, write_yaml
@@ -109,13 +110,18 @@ def resolve_config(data: Mapping[str, Any], *, registry: Registry | None = None)
     registry = registry or Registry()
     problems: list[str] = []
     values = _core_values(data, problems)
-    given = {**values, "engines": data.get("engines")}
-    needed = [key for key in _REQUIRED if given[key] is None and f"option {key!r}" not in " ".join(problems)]
+    # A misspelt key is one fault, so what it was meant for is not told as missing too.
+    meant = "".join(nearest(str(key), _CORE) for key in data if key not in _CORE)
+    needed = [key for key in _REQUIRED if is_none(data.get(key)) and repr(key) not in meant]
     problems += [f"{key!r} is required: {_CORE[key].help}" for key in needed]
     values["transfer_options"] = _transfer_options(values["transfer_options"], registry, problems)
-    layout = _found(data.get("engines"), lambda text: parse_layout(text, registry=registry), problems)
-    base = Path(values["base"] or ".").absolute()
-    _found(values["model"], lambda model: locate(model, base), problems)
+    written = None if is_none(data.get("engines")) else data["engines"]
+    layout = _found(written, lambda text: parse_layout(text, registry=registry), problems)
+    base = Path(values["base"] or ".").expanduser().absolute()
+    if not os.path.isdir(base):  # noqa: PTH112 - as in `path`
+        problems.append(f"'base' is {shown(str(base))}, which is no folder; relative paths are read from it")
+    else:
+        _found(values["model"], lambda model: locate(model, base), problems)
     recipe = _found(values["recipe"], registry.recipe, problems)
     sections = _sections(data, layout, recipe, registry, problems)
     if recipe:  # whose `steps` the schedule may need
@@ -158,13 +164,12 @@ def _core_values(data: Mapping[str, Any], problems: list[str]) -> dict[str, Any]
     optim = values["optim"]
     optim["schedule"] = collect(SCHEDULE_OPTIONS, optim["schedule"], where="'optim.schedule'", problems=problems)
     problems += [f"'optim.{key}' is 1; it must be below 1" for key in ("beta1", "beta2") if optim[key] == 1]
-    if values["lora"] and not values["lora"]["targets"]:
-        problems.append("'lora.targets' is empty; name at least one module, or leave it out for the usual ones")
-    problems += [
-        f"'env.{key}' is {value!r}; variables are text, quote it"
-        for key, value in values["env"].items()
-        if not isinstance(value, str)
-    ]
+    targets = values["lora"]["targets"] if values["lora"] else ["none"]
+    if not targets or not all(isinstance(target, str) and target for target in targets):
+        told = f"'lora.targets' is {shown(targets)}; it takes the ends of modules' names, one at least"
+        problems.append(f"{told}; leave it out for the usual ones")
+    faults = (variable_fault(name, value, text_only=True) for name, value in values["env"].items())
+    problems += [f"'env': {fault}" for fault in faults if fault]
     return values
 
 

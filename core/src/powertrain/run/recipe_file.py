@@ -4,32 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from powertrain.errors import ConfigError
 
+_MERGE: Final = "tag:yaml.org,2002:merge"
+"""The tag of the key `<<`, whose mappings are laid under the one that it stands in."""
+
 
 def _loader(text: str, *, typed: bool = True) -> Any:
-    """Parse YAML; typed=False keeps every scalar as text. Raises yaml.YAMLError."""
+    """Parse YAML; typed=False keeps every scalar but null as text. Raises yaml.YAMLError."""
     import yaml
 
-    base: Any = yaml.SafeLoader if typed else yaml.BaseLoader
+    known = yaml.SafeLoader.yaml_implicit_resolvers
+    tags = {tag for pairs in known.values() for tag, _ in pairs} - {"tag:yaml.org,2002:timestamp"}
+    if not typed:
+        tags = {_MERGE, "tag:yaml.org,2002:null"}
 
-    class Loader(base):  # type: ignore[misc]
+    class Loader(yaml.SafeLoader):
         """A loader that refuses a key given twice and knows no dates."""
 
         yaml_implicit_resolvers = {  # noqa: RUF012
-            first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:timestamp"]
-            for first, pairs in base.yaml_implicit_resolvers.items()
+            first: [pair for pair in pairs if pair[0] in tags] for first, pairs in known.items()
         }
 
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            """Refuse a key written twice, and lay what `<<` names under the mapping's own keys."""
+            node = super().compose_mapping_node(anchor)
+            own = [pair for pair in node.value if pair[0].tag != _MERGE]
+            keys = [self.construct_object(key, deep=True) for key, _ in own]
             twice = next((at for at, key in enumerate(keys) if key in keys[:at]), None)
             if twice is not None:
                 message = f"key {keys[twice]!r} stands there twice"
-                raise yaml.constructor.ConstructorError(None, None, message, node.value[twice][0].start_mark)
-            return super().construct_mapping(node, deep)
+                raise yaml.constructor.ConstructorError(None, None, message, own[twice][0].start_mark)
+            named = [value for key, value in node.value if key.tag == _MERGE]
+            under = [
+                one for value in named for one in (value.value if isinstance(value, yaml.SequenceNode) else [value])
+            ]
+            # Not left to PyYAML, where a key that both a mapping and what it merges have can get the wrong value.
+            # Of keys given more than once the last counts.
+            if all(isinstance(one, yaml.MappingNode) for one in under):  # else PyYAML explains it
+                node.value = [pair for one in reversed(under) for pair in one.value] + own
+            return node
 
     return yaml.load(text, Loader)
 
@@ -41,7 +57,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         data, raw = _loader(text), _loader(text, typed=False)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as exc:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as exc:
         fault = "is not YAML" if isinstance(exc, yaml.YAMLError) else "cannot be read"
         message = f"recipe file {str(path)!r} {fault}: {exc}"
         raise ConfigError(message) from exc
