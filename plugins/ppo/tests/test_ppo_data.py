@@ -12,7 +12,8 @@ SUMS = {"data": "powertrain_ppo.tasks:sums", "data_options": {"low": 10, "high":
 
 
 def load(tmp_path, seed=0, **options):
-    return load_data({**SUMS, **options}, seed=seed, path=lambda text: tmp_path / text)
+    given = {"data_options": {}} if options.get("data", "").endswith(".jsonl") else {}
+    return load_data({**SUMS, **given, **options}, seed=seed, path=lambda text: tmp_path / text)
 
 
 def numbers(count):
@@ -25,6 +26,12 @@ def test_held_out_prompts_are_never_trained_on(tmp_path):
     assert not keys[0] & keys[1]
     assert len(data.train) + len(data.held_out) == len(sums(10, 19))
     assert len(data.held_out) >= 20
+
+
+def test_options_of_a_file_are_refused(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    with pytest.raises(ConfigError, match=r"ppo.data_options is {'low': 1}, which a file cannot take: ppo.data"):
+        load(tmp_path, data="rows.jsonl", data_options={"low": 1}, held_out=1)
 
 
 def test_rows_with_one_prompt_stay_together():

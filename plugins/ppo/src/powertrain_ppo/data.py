@@ -59,6 +59,9 @@ def load_data(options: Mapping[str, Any], *, seed: int, path: Callable[[str], Pa
         found = _called(name, options["data_options"], path)
     else:
         found = _read_jsonl(name, path)
+        if given := options["data_options"]:
+            message = f"ppo.data_options is {given!r}, which a file cannot take: ppo.data is {name!r}, not a function"
+            raise ConfigError(message)
     if isinstance(found, Mapping):
         data = Data(*(_records(found.get(side, []), name, f"{side} row") for side in SIDES))
         both = {_key(row) for row in data.train} & {_key(row) for row in data.held_out}
