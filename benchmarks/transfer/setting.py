@@ -303,6 +303,7 @@ def head(*scripts: str) -> dict[str, Any]:
         ).stdout.strip(),
         "script_sha256": {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in scripts},
         "device": f"{model}, {len(os.sched_getaffinity(0))} cores",
+        "load_before": os.getloadavg()[0],
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
     }
