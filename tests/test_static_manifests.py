@@ -31,10 +31,14 @@ MODELS = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
     "llama tied": ("Llama", {"tie_word_embeddings": True, "num_attention_heads": 4, "head_dim": 20}),
     "llama biased": ("Llama", {"attention_bias": True, "mlp_bias": True}),
-    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": False}),
+    "qwen2 tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": False}),
+    "qwen3 tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3_moe tied": ("Qwen3Moe", EXPERTS | {"head_dim": 16, "num_experts": 3, "tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3Moe", EXPERTS | {"head_dim": 16, "num_experts": 5, "mlp_only_layers": [1]}),
     "deepseek_v3": ("DeepseekV3", ROUTED | {"q_lora_rank": 20}),
+    "deepseek_v3 tied": ("DeepseekV3", ROUTED | {"q_lora_rank": 20, "tie_word_embeddings": True}),
     "deepseek_v3 of one query projection": ("DeepseekV3", ROUTED | {"q_lora_rank": None, "n_shared_experts": 2}),
 }
 
@@ -99,7 +103,10 @@ def test_fsdp_of_one_rank(kind, folder):
     [
         ("fsdp:d2", "llama tied"),
         ("fsdp:d2?master_dtype=float32", "deepseek_v3"),
+        ("fsdp:d2", "qwen2"),
         ("fsdp:d2", "qwen3_moe"),
+        ("fsdp:d4", "qwen3_moe"),
+        ("fsdp:d3", "deepseek_v3 tied"),
         ("fsdp:d1?shard=always&master_dtype=float32", "qwen3"),
     ],
 )

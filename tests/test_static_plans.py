@@ -44,6 +44,9 @@ SPARSE = [
     "megatron:(attn:d2t2p2|ffn:d1t1p2e4)+vllm:d2t4e4",
     "megatron:d2p5e2+vllm:d1t2",
 ]
+STACKED = ["fsdp:d3+hf:d1", "fsdp:d5+sglang:d1t4e2", "fsdp:d9+vllm:d1t4e4", "megatron:d2t2p2e4+hf:d2"]
+PLAIN = ["fsdp:d1+hf:d2", "fsdp:d3+vllm:d1t2p2", "fsdp:d2|sglang:d1t2", "megatron:t2p2+hf:d1"]
+"""One side is transformers, with the experts of a layer stacked."""
 
 
 def made(text, config):
@@ -68,6 +71,19 @@ def test_every_element_arrives_once(text, kind):
     shapes = {own.name: own.shape for own in parameters(config)}
     plan = prove(iota(shapes), each_rank(source), [each_rank(sink) for sink in sinks], bucket_bytes=512)
     assert plan.bytes == sum(prod(own.shape) * (4 if own.dtype else 8) for own in parameters(config))
+    assert {block.name for block in plan.blocks} == set(shapes)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [(text, kind) for kind in CONFIGS for text in (STACKED if "experts" in str(CONFIGS[kind]) else PLAIN)],
+)
+def test_transformers_on_one_side_knows_the_same_names(text, kind):
+    """In float64, which holds these whole numbers as they are, since it keeps some routers in float32."""
+    config = CONFIGS[kind] | {"dtype": "float64"}
+    source, sinks = made(text, config)
+    shapes = {own.name: own.shape for own in parameters(config)}
+    plan = prove(iota(shapes), each_rank(source), [each_rank(sink) for sink in sinks], bucket_bytes=512)
     assert {block.name for block in plan.blocks} == set(shapes)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from powertrain.errors import ConfigError
-from powertrain.weights.boxes import Box, Entry
+from powertrain.weights.boxes import FLOATS, Box, Entry
 from powertrain.weights.patterns import EngineManifest, Held, Pattern, Tensor
 
 MODELS: Final = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
@@ -53,27 +53,41 @@ def dtype_of(config: Mapping[str, Any]) -> str:
     return str(config.get("dtype") or config.get("torch_dtype") or "float32")
 
 
-def parameters(config: Mapping[str, Any], *, stacked: bool = False) -> list[Parameter]:
+def parameters(config: Mapping[str, Any], *, running: bool = False) -> list[Parameter]:
     """Return all tensors in the order of the model's modules; a tied head is left out (see `tied`).
 
-    stacked: as transformers 5 holds them: the experts of a layer in two tensors, a router with a bias in float32.
+    running: with the dtypes in which transformers 5 holds them, a router with a bias in float32; see `stacked`.
     """
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     found = [Parameter(EMBEDDING, EMBEDDING, (config["vocab_size"], hidden))]
     count = experts_of(config)
-    shapes = {sparse: list(_layer(config, count if sparse else 0, stacked)) for sparse in (False, True)}
+    shapes = {sparse: list(_layer(config, count if sparse else 0)) for sparse in (False, True)}
     for layer in range(layers):
         for kind, shape in shapes[_sparse(config, layer, count)]:
             prefix, keep = f"model.layers.{layer}.", kind.endswith("correction_bias")
-            keep |= stacked and kind == "mlp.gate.weight" and config["model_type"] == "deepseek_v3"
+            keep |= running and kind == "mlp.gate.weight" and config["model_type"] == "deepseek_v3"
             dtype = "float32" if keep else ""
-            if ".experts." not in kind or stacked:
+            if ".experts." not in kind:
                 found.append(Parameter(prefix + kind, kind, shape, layer, dtype=dtype))
                 continue
             before, _, after = kind.rpartition("experts.")
             found += [Parameter(f"{prefix}{before}experts.{e}.{after}", kind, shape, layer, e) for e in range(count)]
     found.append(Parameter("model.norm.weight", "model.norm.weight", (hidden,)))
     return found if tied(config) else [*found, Parameter(HEAD, HEAD, (config["vocab_size"], hidden))]
+
+
+def stacked(own: Parameter) -> tuple[str, int, int]:
+    """Return where transformers 5 holds a tensor: its storage, elements of one expert there, and those before it.
+
+    The experts of a layer are stacked in two parameters; in one of them gate rows stand before up rows.
+    """
+    if own.expert < 0:
+        return own.name, 0, 0
+    (module, last), size = own.kind.split(".")[-2:], prod(own.shape)
+    prefix = own.name.removesuffix(f"{own.expert}.{module}.{last}")
+    if module == "down_proj":
+        return f"{prefix}{module}", size, 0
+    return f"{prefix}gate_up_proj", 2 * size, size if module == "up_proj" else 0
 
 
 def tied(config: Mapping[str, Any]) -> dict[str, str]:
@@ -94,17 +108,13 @@ def _sparse(config: Mapping[str, Any], layer: int, experts: int) -> bool:
     )
 
 
-def _layer(config: Mapping[str, Any], experts: int, stacked: bool) -> Shapes:
+def _layer(config: Mapping[str, Any], experts: int) -> Shapes:
     hidden = config["hidden_size"]
     yield from _latent(config) if config.get("kv_lora_rank") else _grouped(config)
     bias = bool(config.get("mlp_bias"))
     if experts:
         inner, biased = config["moe_intermediate_size"], config["model_type"] == "deepseek_v3"
-        own = [("gate_up_proj", (2 * inner, hidden)), ("down_proj", (hidden, inner))]
-        if stacked:
-            yield from ((f"mlp.experts.{name}", (experts, *shape)) for name, shape in own)
-        else:
-            yield from ((f"mlp.experts.{name}", shape) for name, shape in _mlp(hidden, inner))
+        yield from ((f"mlp.experts.{name}", shape) for name, shape in _mlp(hidden, inner))
         yield "mlp.gate.weight", (experts, hidden)
         if biased:
             yield "mlp.gate.e_score_correction_bias", (experts,)
@@ -177,19 +187,24 @@ def along(shape: tuple[int, ...], axis: int, spans: Iterable[tuple[Sequence[int]
 
 
 class Maker:
-    """Collects an engine's tensors. `held` that is the same object makes the same pattern, so callers keep it."""
+    """Collects an engine's tensors. `held` that is the same object makes the same pattern, so callers keep it.
 
-    def __init__(self, world: int, config: Mapping[str, Any], dtype: str = "") -> None:
+    dtype: "" for the model's own. casts: for a sink that takes floats of any dtype for floats.
+    """
+
+    def __init__(self, world: int, config: Mapping[str, Any], dtype: str = "", *, casts: bool = False) -> None:
         self._world, self._tied, self._dtype = world, tied(config), dtype or dtype_of(config)
+        self._casts = FLOATS if casts else ()
         self._patterns: dict[tuple[Any, ...], Pattern] = {}
         self._tensors: list[Tensor] = []
 
-    def add(self, own: Parameter, held: tuple[Held, ...], storage: str = "", base: int = 0, **facts: Any) -> None:
+    def add(self, own: Parameter, held: tuple[Held, ...], storage: str = "", base: int = 0) -> None:
         """Add a tensor that lies in `storage` (its own name if not given) from `base` elements on."""
         dtype = own.dtype or self._dtype
         key = dtype, own.shape, id(held)
         if key not in self._patterns:
-            self._patterns[key] = Pattern(Entry("", dtype, own.shape, (), **facts), held)
+            accepts = tuple(other for other in self._casts if other != dtype) if dtype in FLOATS else ()
+            self._patterns[key] = Pattern(Entry("", dtype, own.shape, (), accepts), held)
         self._tensors.append(Tensor(own.name, self._patterns[key], storage or own.name, base))
 
     def manifest(self) -> EngineManifest:

@@ -37,8 +37,11 @@ COLUMNS: Final = ("o_proj", "down_proj")
 class Dealing(ABC):
     """Where the tensors of a model lie in one instance; equal answers about holders are the same object.
 
-    Ranks are numbered stage by stage; within one, every `t`-th holds the same share (see `_of`).
+    Ranks are numbered stage by stage; within one, every `t`-th holds the same share (see `_of`). CASTS: arriving floats
+    of another dtype are cast.
     """
+
+    CASTS: ClassVar[bool] = False
 
     def __init__(self, config: Mapping[str, Any], part: Part) -> None:
         self._config, self._label, self._world = config, part.label, part.cards_per_instance
@@ -56,7 +59,7 @@ class Dealing(ABC):
 
     def manifest(self, dtype: str = "") -> EngineManifest:
         """Return the manifests of all ranks; ConfigError for what cannot be dealt. dtype: "" for the model's own."""
-        maker = Maker(self._world, self._config, dtype)
+        maker = Maker(self._world, self._config, dtype, casts=self.CASTS)
         for own in parameters(self._config):
             maker.add(own, *self.place(own))
         return maker.manifest()
@@ -109,6 +112,7 @@ class FusedDealing(Dealing):
     LATENT: name of the fused projection of latent attention.
     """
 
+    CASTS = True
     LATENT: ClassVar[str]
     VOCABULARY: ClassVar[int] = 64
 

@@ -12,6 +12,7 @@ import torch
 from powertrain.errors import StateError, TransferError, UnfitError
 from powertrain.interfaces.weights import Piece, WeightSink
 from powertrain.tensors.copies import CopyProgram, copy_into
+from powertrain.tensors.sharing import lent
 from powertrain.tensors.views import block_view, narrowed
 from powertrain.weights import Box, Entry, Manifest
 from powertrain.weights.boxes import FLOATS
@@ -253,26 +254,20 @@ class BoxSink(WeightSink):
 
     # ---- sharing
     def share(self, source: WeightSource, pieces: Iterable[Piece]) -> bool:
-        """Alias the source's memory in place of copying; True when every box is covered by a tensor of its own kind.
+        """Alias the source's memory in place of copying; True when each storage lies at the sender as it does here.
 
-        False (nothing changed) when a dtype, device, stride or extent differs: the caller then copies. The update
+        False (nothing changed) when a dtype, device, stride or place differs: the caller then copies. The update
         counts as written whole. From its first change to the aliased memory the sink is guarded.
         """
         self._expect("updating", "share")
         found = {self._names.get(piece.name, piece.name): piece for piece in pieces}
-        if any(entry.transform for entry in self._manifest):
+        memory = lent(self._manifest, self._tensors, found)
+        if memory is None:
             return False
-        for entry in self._manifest:
-            for box in entry.boxes:
-                piece, mine = found.get(entry.name), self._tensors[box.storage]
-                if piece is None or piece.start != box.start or not _alike(piece.tensor, mine, box):
-                    return False
-        for entry in self._manifest:
-            for box in entry.boxes:
-                mine, tensor = self._tensors[box.storage], found[entry.name].tensor
-                if mine.data_ptr() != tensor.data_ptr():
-                    self._intact = False
-                    mine.data = tensor.detach()
+        for name, tensor in memory.items():
+            if self._tensors[name].data_ptr() != tensor.data_ptr():
+                self._intact = False
+                self._tensors[name].data = tensor
         self._shared = source
         self._offered = (source, source.changes())
         return True
@@ -362,13 +357,6 @@ def _check_new(name: str, place: Range, done: Iterable[Range]) -> None:
     if twice is not None:
         message = f"{name!r}{text(twice)} arrived twice in one update"
         raise TransferError(message, phase="load")
-
-
-def _alike(tensor: torch.Tensor, mine: torch.Tensor, box: Box) -> bool:
-    """Tell whether `mine` is exactly the box's memory and `tensor` could stand in its place."""
-    same = tensor.dtype == mine.dtype and tensor.device == mine.device
-    shapes = tuple(tensor.shape) == tuple(mine.shape) == box.size and tensor.stride() == mine.stride() == box.stride
-    return same and shapes and box.offset == 0
 
 
 def _joined(name: str, parts: list[tuple[Range, torch.Tensor]]) -> torch.Tensor:

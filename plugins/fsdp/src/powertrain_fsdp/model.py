@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from powertrain.errors import ConfigError
 from powertrain.tensors import determinism
 from powertrain.tensors.head import LMHead
+from powertrain.tensors.hf_names import Places, places
 from powertrain.tensors.models import load_causal_lm, materialize
 from powertrain.tensors.packing import choose_mode
 
@@ -48,7 +49,8 @@ class Scorer(nn.Module):
 class Built:
     """One rank's model, ready to use.
 
-    parameters: HF name (adapter parameters: the name in the model) -> Parameter, tied ones once. tied: alias -> name.
+    parameters: name in the model -> Parameter, tied ones once. tied: alias -> name. places: where the HF tensors lie in
+    parameters and buffers, nothing with an adapter.
     sharded: modules that FSDP manages, root first; empty when nothing is sharded. compute: dtype of the forward pass.
     training: modules that know of training passes; see `for_training`.
     """
@@ -62,11 +64,12 @@ class Built:
     device: torch.device
     sharded: list[Any] = field(default_factory=list)
     lora: bool = False
+    places: Places = field(default_factory=dict)
     training: list[nn.Module] = field(default_factory=list)
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """Persistent buffers by HF name (a router's bias, for one): part of the weights, moved by no optimizer."""
+        """Persistent buffers by their names (a router's bias, for one): part of the weights, moved by no optimizer."""
         state = self.scorer.model.state_dict(keep_vars=True)
         return {name: tensor for name, tensor in state.items() if not isinstance(tensor, nn.Parameter)}
 
@@ -131,8 +134,13 @@ def build(spec: EngineSpec, group: Group, record: list[dict[str, Any]]) -> Built
     record.append({"stage": "wrap", "sharded": len(sharded), "packing": mode})
     determinism.seed_all(spec.seed, place.rank)
     parameters, tied = _names(model)
-    training = _training_modules(model)
-    return Built(scorer, parameters, tied, mode, folder, compute, device, sharded, spec.lora is not None, training)
+    built = Built(scorer, parameters, tied, mode, folder, compute, device, sharded, spec.lora is not None)
+    built.training = _training_modules(model)
+    if not built.lora:
+        named = parameters | built.buffers
+        named |= {alias: parameters[name] for alias, name in tied.items()}
+        built.places = places(model, {name: tuple(tensor.shape) for name, tensor in named.items()})
+    return built
 
 
 def _wants_master(spec: EngineSpec) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from powertrain.interfaces.weights import WeightSource
+from powertrain.tensors.hf_names import in_hf_names
 from powertrain.tensors.lora import PREFIX, adapter_config, disk_key
 from powertrain.tensors.sink import dtype_name
 from powertrain.weights import Box, Entry, Manifest
@@ -19,17 +20,21 @@ if TYPE_CHECKING:
 
 
 class FsdpWeightSource(WeightSource):
-    """Full weights, or the adapter alone when one is trained. Storages carry the names of their tensors."""
+    """Full weights, or the adapter alone when one is trained. Storages carry the model's own names."""
 
     def __init__(self, built: Built, spec: EngineSpec, changes: Callable[[], int], moves: Callable[[], int]) -> None:
         self._built, self._spec, self._changes, self._moves = built, spec, changes, moves
 
     def manifest(self) -> Manifest:
-        """Return this rank's boxes; moves nothing. A rank whose share of a tensor is empty lists it without boxes."""
+        """Return this rank's boxes; moves nothing. A rank whose share of a tensor is empty lists it without boxes.
+
+        ConfigError for a model that holds a tensor in a way that no box can tell.
+        """
         entries = tuple(self._entry(name, tensor) for name, tensor in self._named().items())
         place, lora = self._spec.place, self._spec.lora
         if lora is None:
-            return Manifest(place.rank, place.world, entries, dict(self._built.tied))
+            own = Manifest(place.rank, place.world, entries, dict(self._built.tied))
+            return in_hf_names(own, self._built.places)
         meta = {"adapter": lora.name, "adapter_config": dict(adapter_config(lora, base_model=self._spec.model))}
         return Manifest(place.rank, place.world, entries, kind="adapter", meta=meta)
 
@@ -67,7 +72,7 @@ class FsdpWeightSource(WeightSource):
 
 
 def named_weights(built: Built) -> dict[str, torch.Tensor]:
-    """Return what is sent and exported: parameters and persistent buffers by HF name, or the adapter by PEFT's."""
+    """Return what is sent and exported: parameters and buffers by the model's names, or the adapter by PEFT's."""
     if not built.lora:
         return {**built.parameters, **built.buffers}
     return {disk_key(PREFIX + name): p for name, p in built.parameters.items() if ".lora_" in name}

@@ -11,6 +11,7 @@ import torch
 
 from powertrain.errors import StateError
 from powertrain.tensors.head import LMHead
+from powertrain.tensors.hf_names import in_hf_names, places
 from powertrain.tensors.sink import BoxSink, whole_manifest
 from powertrain.weights import WeightVersion
 from powertrain_hf.adapters import Adapters
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
 class HfSink(BoxSink):
     """Writes into the model's parameters. There is no derived state but KV caches, which kept requests make anew."""
 
-    def __init__(self, machine: Machine, tensors: Mapping[str, torch.Tensor], paused: Callable[[], bool]) -> None:
-        super().__init__(whole_manifest(tensors, casts=True), tensors)
+    def __init__(self, machine: Machine, model: Any, paused: Callable[[], bool]) -> None:
+        tensors = model.state_dict(keep_vars=True)
+        known = places(model, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        super().__init__(in_hf_names(whole_manifest(tensors, casts=True), known), tensors)
         self._machine, self._paused = machine, paused
         self.unpublished: str | None = None
         """Name of an adapter that has arrived under a version that may yet be given up; no request may use it."""
@@ -88,7 +91,7 @@ class Machine:
         self._decoders: dict[int, tuple[Decoder, int]] = {}
         self.vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
         self.epoch = 0
-        self.sink = HfSink(self, self._model.state_dict(keep_vars=True), paused)
+        self.sink = HfSink(self, self._model, paused)
         self.adapters = Adapters(self._model, options["max_adapters"], users)
 
     def start(self, chunk: Chunk) -> None:
