@@ -59,7 +59,7 @@ _TEXT = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0
 )
 _FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 _JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | _FLOATS | _TEXT,
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | _FLOATS | _TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_TEXT, inner, max_size=3),
     max_leaves=6,
 )
