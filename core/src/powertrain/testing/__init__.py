@@ -12,6 +12,12 @@ Needs pytest; the suites of engines and transfers need `powertrain[torch]` for t
 
 from __future__ import annotations
 
+try:
+    import pytest  # noqa: F401 - only to say what to install
+except ModuleNotFoundError as exc:
+    message = "powertrain.testing needs pytest, not installed here; way out: pip install 'powertrain[testing]'"
+    raise ModuleNotFoundError(message, name="pytest") from exc
+
 from powertrain.testing.asserts import SUITES as SUITES
 from powertrain.testing.infer import InferEngineSuite as InferEngineSuite
 from powertrain.testing.launcher import LauncherSuite as LauncherSuite
