@@ -118,6 +118,15 @@ def test_resumed_run_cannot_have_fewer_steps_than_it_has_taken(dry, tmp_path, ca
     assert len(carried) == (not refused)
 
 
+@pytest.mark.parametrize(("words", "status"), [([], 2), (["base=."], 0)])
+def test_resumed_run_whose_recipe_has_moved_is_given_the_new_folder(tmp_path, dry, capsys, monkeypatch, words, status):
+    with RunFolder.make(tmp_path / "run") as folder:
+        folder.write_config(dry()[1].replace(f"base: {tmp_path}", f"base: {tmp_path}/gone"))
+    monkeypatch.setattr("powertrain.cli.resume.carry_on", lambda *args, **kwargs: 0)
+    assert main(["resume", "run", *words]) == status
+    assert ("'base' is" in capsys.readouterr().err) is (status == 2)
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

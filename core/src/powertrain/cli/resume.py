@@ -15,7 +15,7 @@ from powertrain.registry import Registry
 from powertrain.run.config import load_config
 from powertrain.run.folder import RunFolder
 
-FIXED: Final = ("recipe", "model", "seed", "lora", "name", "runs", "base")
+FIXED: Final = ("recipe", "model", "seed", "lora", "name", "runs")
 """Keys that a resumed run keeps."""
 
 
