@@ -82,40 +82,40 @@ def equal(count: int, size: float) -> dict[str, tuple[int, ...]]:
     return {f"layers.{n}.weight": (max(1, round(size / count / 2 / columns)), columns) for n in range(count)}
 
 
-def slope(rows: list[dict[str, object]], over: str, of: str) -> float:
-    """Return the slope of a least-squares line."""
+def slope(rows: list[dict[str, object]], over: str, of: str, factor: float) -> float | None:
+    """Return the slope of a least-squares line, times a factor; None of fewer than two points."""
     if len(rows) < 2:
-        return float("nan")
-    return float(np.polyfit([float(row[over]) for row in rows], [float(row[of]) for row in rows], 1)[0])
+        return None
+    line = np.polyfit([float(row[over]) for row in rows], [float(row[of]) for row in rows], 1)
+    return round(float(line[0]) * factor, 4)
 
 
-async def run(args: argparse.Namespace) -> dict[str, object]:
-    """Take all sizes and counts of all transfers."""
-    found: dict[str, object] = {}
+async def run(args: argparse.Namespace, result: dict[str, object]) -> None:
+    """Take all sizes and counts of all transfers; what is there by then is written after each."""
     for kind in args.transfers.split(","):
         sizes, counts, left_out = [], [], []
+        result["transfers"][kind] = {"against_size": sizes, "left_out": left_out, "against_count": counts}
         for size in map(float, filter(None, args.sizes.split(","))):
             if why := misfit(kind, size * 1e9):
                 left_out.append({"gb": size, "why": why})
                 print(kind, f"{size} GB left out: {why}", flush=True)
                 continue
-            repeats = args.repeats if size <= 2 else 3
-            sizes.append(await measure(kind, setting.like_model(int(size * 1e9)), repeats))
-            print(kind, line(sizes[-1]), flush=True)
+            sizes.append(await measure(kind, setting.like_model(int(size * 1e9)), args.repeats if size <= 2 else 3))
+            note(args, result, kind, sizes[-1])
         for count in map(int, filter(None, args.counts.split(","))):
             counts.append(await measure(kind, equal(count, args.fixed * 1e9), args.repeats))
-            print(kind, line(counts[-1]), flush=True)
-        found[kind] = {
-            "against_size": sizes,
-            "left_out": left_out,
-            "seconds_per_gb": slope(sizes, "bytes", "median_seconds") * 1e9,
-            "against_count": counts,
-            "microseconds_per_tensor": slope(counts, "tensors", "median_seconds") * 1e6,
-            "microseconds_per_tensor_first_update": slope(counts, "tensors", "first_seconds") * 1e6,
-        }
-        for name in ("seconds_per_gb", "microseconds_per_tensor", "microseconds_per_tensor_first_update"):
-            print(kind, name, round(found[kind][name], 3), flush=True)
-    return found
+            note(args, result, kind, counts[-1])
+
+
+def note(args: argparse.Namespace, result: dict[str, object], kind: str, row: dict[str, object]) -> None:
+    """Fit the lines anew, write the file, print a row."""
+    found = result["transfers"][kind]
+    found["seconds_per_gb"] = slope(found["against_size"], "bytes", "median_seconds", 1e9)
+    for name, of in (("", "median_seconds"), ("_first_update", "first_seconds")):
+        found[f"microseconds_per_tensor{name}"] = slope(found["against_count"], "tensors", of, 1e6)
+    setting.write(args.out, result)
+    told = [found[name] for name in ("seconds_per_gb", "microseconds_per_tensor")]
+    print(kind, line(row), "slopes: s/GB, us/tensor:", told, flush=True)
 
 
 def line(row: dict[str, object]) -> str:
@@ -136,8 +136,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    result = setting.head("scaling.py", "setting.py") | {"fixed_gb": args.fixed, "transfers": asyncio.run(run(args))}
-    setting.write(args.out, result)
+    result = setting.head("scaling.py", "setting.py") | {"fixed_gb": args.fixed, "transfers": {}}
+    asyncio.run(run(args, result))
 
 
 if __name__ == "__main__":
