@@ -91,6 +91,25 @@ async def test_two_trainer_ranks_update_two_engines_in_workers(model, tmp_path, 
     assert len(list(tmp_path.glob("weights/*/version-1.2"))) == (transfer == "disk")
 
 
+@pytest.mark.parametrize("transfer", ["p2p", "disk"])
+async def test_changes_alone_bring_real_engines_to_the_trainers_weights(model, tmp_path, transfer):
+    options = {transfer: {"delta": "host", **({"folder": str(tmp_path / "weights")} if transfer == "disk" else {})}}
+    async with make_driver(model, tmp_path, f"fsdp:d2+hf:d2 via {transfer}", **options) as driver:
+        await driver.infer["hf"].resume("1.0")
+        whole = await driver.push("fsdp", "hf", WeightVersion(1, 1))
+        assert whole.details == {"delta": 0.0}
+        for counter in (2, 4):
+            await train(driver)
+            stepped = await driver.push("fsdp", "hf", WeightVersion(1, counter))
+            assert await gap(driver) < 1e-5
+            again = await driver.push("fsdp", "hf", WeightVersion(1, counter + 1))
+            assert await gap(driver) < 1e-5
+            assert 0.1 < stepped.details["changed"]
+            assert again.details["changed"] == 0.0
+            assert again.details["delta"] > 0.9
+            assert again.bytes < whole.bytes / 10
+
+
 async def test_stopped_trainer_rank_is_named_over_p2p(model, tmp_path):
     async with make_driver(model, tmp_path, "fsdp:d2+hf:d1 via p2p", update=6.0) as driver:
         await driver.infer["hf"].resume("1.0")

@@ -58,7 +58,7 @@ def test_non_finite_floats_survive(value):
     [
         SamplingParams(max_tokens=3, stop_token_ids=(1, 2)),
         WeightVersion(2, 17),
-        Update(version=WeightVersion(1, 2), base=WeightVersion(1, 1)),
+        Update(version=WeightVersion(1, 2), kind="adapter", adapter="policy-v1.2", adapter_config={"r": 8}),
         EngineSpec(backend="b", role="train", model="m", optim=OptimSpec(lr=1e-3), options={"a": [1, {"b": None}]}),
         Segment(0, 3, "1.1"),
     ],

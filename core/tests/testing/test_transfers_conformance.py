@@ -1,4 +1,4 @@
-"""The transfers `local`, `shm`, `p2p` and `disk` keep what the suite asks of a transfer."""
+"""The transfers `local`, `shm`, `p2p` and `disk` keep what the suite asks, those of changes alone too."""
 
 from powertrain.testing import TransferSuite
 
@@ -17,3 +17,13 @@ class TestDisk(TransferSuite):
 
 class TestP2p(TransferSuite):
     transfer = "p2p"
+
+
+class TestDiskOfChanges(TransferSuite):
+    transfer = "disk"
+    options = {"delta": "host"}
+
+
+class TestP2pOfChanges(TransferSuite):
+    transfer = "p2p"
+    options = {"delta": "host"}

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import torch
 
 from powertrain.errors import DeadlineError, TransferError
-from powertrain.tensors.disk_folder import MANIFEST
+from powertrain.tensors.delta import patch
+from powertrain.tensors.disk_folder import MANIFEST, chain
 from powertrain.tensors.views import narrowed
 from powertrain.weights import ranges
 from powertrain.weights.boxes import ITEM_SIZE
@@ -67,10 +68,11 @@ def key(name: str, start: Sequence[int], size: Sequence[int]) -> str:
     return name + ranges.text((tuple(start), tuple(size)))
 
 
-def header(blocks: Sequence[tuple[str, Block]], facts: Mapping[str, str]) -> bytes:
+def header(blocks: Sequence[tuple[str, Block]], facts: Mapping[str, str], room: int = 0) -> bytes:
     """Return what a safetensors file begins with, for blocks that follow on one another; facts: its metadata.
 
-    Its form: 8 bytes of length, then JSON, padded so that the data begin at a multiple of 8.
+    Its form: 8 bytes of length, then JSON, padded so that the data begin at a multiple of 8. room: bytes that it must
+    take at least, a multiple of 8.
     """
     table: dict[str, Any] = {"__metadata__": dict(facts)}
     place = 0
@@ -79,12 +81,15 @@ def header(blocks: Sequence[tuple[str, Block]], facts: Mapping[str, str]) -> byt
         table[name] = {"dtype": _NAMES[block.dtype], "shape": list(block.size), "data_offsets": ends}
         place += block.bytes
     text = json.dumps(table).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * max(room - 8 - len(text), -len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 class Stored:
-    """A version on disk as a reader sees it. digest: of the manifest it must have. seconds: until it must be seen."""
+    """A version on disk as a reader sees it. digest: of the manifest it must have. seconds: until it must be seen.
+
+    version/base: its own, and the one that it tells changes of, "" where it holds all values.
+    """
 
     def __init__(self, path: Path, digest: str, who: str, seconds: float) -> None:
         self._path, self._who = path, who
@@ -92,7 +97,9 @@ class Stored:
         text = self._seen(path / MANIFEST, seconds)
         if sha256(text).hexdigest() != digest:
             self._refuse(f"{MANIFEST} has another checksum than the trainer gave")
-        self._files = json.loads(text)["files"]
+        told = json.loads(text)
+        self.version, self.base = str(told["version"]), str(told.get("base", ""))
+        self._files = told["files"]
         self._where = {
             (entry["name"], tuple(entry["start"]), tuple(entry["size"])): (file, entry)
             for file, facts in self._files.items()
@@ -139,19 +146,29 @@ class Stored:
                 self._refuse(f"{file} with {block.name!r} has {size} bytes and was written with {told}")
         return self._open[file], entry
 
-    def check(self, block: Block, clock: Clock) -> None:
-        """Compare a block's checksum with the manifest's."""
+    def check(self, block: Block, clock: Clock) -> int:
+        """Compare a block's checksum with the manifest's; returns its bytes on disk."""
         descriptor, entry = self._place(block)
-        found, done = 0, 0
-        while done < block.bytes:
+        found, done, count = 0, 0, entry.get("delta", block.bytes)
+        while done < count:
             clock.check(repr(block.name))
-            part = os.pread(descriptor, min(CHUNK, block.bytes - done), entry["begin"] + done)
+            part = os.pread(descriptor, min(CHUNK, count - done), entry["begin"] + done)
             if not part:
                 self._refuse(f"the file of {block.name!r} ends at byte {entry['begin'] + done}")
             found, done = zlib.crc32(part, found), done + len(part)
         if found != entry["crc32"]:
             what = f"{key(block.name, block.start, block.size)} has checksum {found:08x} and was written with"
             self._refuse(f"{what} {entry['crc32']:08x}")
+        return int(count)
+
+    def changes(self, block: Block, clock: Clock) -> torch.Tensor | None:
+        """Return the bytes that tell what has changed in a block, None where the file holds all of it."""
+        descriptor, entry = self._place(block)
+        if "delta" not in entry:
+            return None
+        data = torch.empty(entry["delta"], dtype=torch.uint8)
+        self._fill(data, descriptor, entry["begin"], block.name, clock)
+        return data
 
     def read(self, read: Read, clock: Clock) -> torch.Tensor:
         """Return what a rank reads of a block: as much of it as lies together is read from disk."""
@@ -160,12 +177,41 @@ class Stored:
         first, rows = (read.start[0] - block.start[0], read.size[0]) if block.size else (0, 1)
         row = prod(block.size[1:]) * ITEM_SIZE[block.dtype]
         data = torch.empty(rows * row, dtype=torch.uint8)
-        memory, done = memoryview(data.numpy()), 0
-        while done < len(memory):
-            clock.check(repr(read.name))
-            got = os.preadv(descriptor, [memory[done : done + CHUNK]], entry["begin"] + first * row + done)
-            if not got:
-                self._refuse(f"the file of {read.name!r} has become shorter since it was checked")
-            done += got
+        self._fill(data, descriptor, entry["begin"] + first * row, read.name, clock)
         view = data.view(getattr(torch, block.dtype)).view((rows, *block.size[1:]) if block.size else ())
         return narrowed(view, (*read.start[:1], *block.start[1:]), read.start, read.size)
+
+    def _fill(self, data: torch.Tensor, descriptor: int, begin: int, name: str, clock: Clock) -> None:
+        memory, done = memoryview(data.numpy()), 0
+        while done < len(memory):
+            clock.check(repr(name))
+            got = os.preadv(descriptor, [memory[done : done + CHUNK]], begin + done)
+            if not got:
+                self._refuse(f"the file of {name!r} has become shorter since it was checked")
+            done += got
+
+
+def load_version(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all blocks of a version by their keys, for whoever opens its folder, put together from those it builds on.
+
+    A block that is its whole tensor has that one's name, another its range behind it. TransferError for a wrong
+    checksum, OSError where a file is missing.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for path in reversed(chain(folder)):
+        for file, facts in json.loads((path / MANIFEST).read_bytes())["files"].items():
+            with (path / file).open("rb") as stream:
+                for label, entry in facts["tensors"].items():
+                    item = ITEM_SIZE[entry["dtype"]]
+                    layout = [(item, item * prod(entry["size"]))]
+                    stream.seek(entry["begin"])
+                    data = bytearray(stream.read(entry.get("delta", layout[0][1])))
+                    if zlib.crc32(data) != entry["crc32"]:
+                        message = f"{label!r} in {path / file} has another checksum than it was written with"
+                        raise TransferError(message, phase="load")
+                    block = torch.frombuffer(data, dtype=torch.uint8)
+                    if "delta" in entry:
+                        patch(found[label].view(-1).view(torch.uint8), block, layout)
+                    else:
+                        found[label] = block.view(getattr(torch, entry["dtype"])).view(entry["size"])
+    return found

@@ -16,6 +16,8 @@ MANIFEST: Final = "manifest.json"
 _PARTIAL: Final = "partial-"
 _VERSION: Final = "version-"
 _OWNER: Final = "owner"
+_BASE: Final = "base"
+"""File of a version that tells changes alone: the version that they are changes of."""
 
 
 def write_all(file: Any, data: bytes | memoryview) -> None:
@@ -58,10 +60,13 @@ class Folder:
             raise TransferError(message, phase="gather") from exc
         return cls(path, lock, keep, leave=folder is not None)
 
-    def begin(self, version: str) -> Path:
-        """Return an empty folder for a version that is about to be written; all but the last `keep` others go."""
+    def begin(self, version: str, base: str = "") -> Path:
+        """Return an empty folder for a version that is about to be written; all but the last `keep` others go.
+
+        What a version builds on stays with it: one that is kept, and the one to come, which may build on `base`.
+        """
         self.discard()
-        self._prune(self._keep)
+        self._prune(self._keep, base)
         partial = self._path / f"{_PARTIAL}{version}"
         try:
             partial.mkdir(mode=0o700)
@@ -69,6 +74,10 @@ class Folder:
             message = f"trainer rank 0 cannot make {partial}: {exc.strerror or exc}"
             raise TransferError(message, phase="gather") from exc
         return partial
+
+    def builds_on(self, version: str, base: str) -> None:
+        """Note that a version, not yet named, is changes of another."""
+        (self._path / f"{_PARTIAL}{version}" / _BASE).write_text(base)
 
     def seal(self, version: str, manifest: bytes) -> Path:
         """Write the manifest, then give the version its name; returns its folder."""
@@ -100,10 +109,21 @@ class Folder:
         os.close(self._lock)
         self._lock = -1
 
-    def _prune(self, keep: int) -> None:
+    def _prune(self, keep: int, base: str = "") -> None:
         found = sorted(self._path.glob(f"{_VERSION}*"), key=lambda path: path.stat().st_mtime_ns)
-        for path in found[: len(found) - keep]:
-            shutil.rmtree(path, ignore_errors=True)
+        last = found[max(0, len(found) - keep) :] + ([self._path / f"{_VERSION}{base}"] if base else [])
+        needed = {path for one in last for path in chain(one)}
+        for path in found:
+            if path not in needed:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def chain(path: Path) -> list[Path]:
+    """Return a version's folder and those that it builds on, down to one that holds all values."""
+    found = [path]
+    while (file := found[-1] / _BASE).is_file():
+        found.append(path.with_name(f"{_VERSION}{file.read_text()}"))
+    return found
 
 
 def sweep(parent: Path) -> None:

@@ -15,6 +15,13 @@ VERIFY = OptionSpec(
     help="Compare checksums of names and values on both sides in every Nth update, before it is published; 0: in none.",
 )
 
+DELTA = OptionSpec(
+    name="delta",
+    default="off",
+    choices=("off", "host", "device"),
+    help="Send only values that changed, where that is less; both sides keep the last update's bytes there, for that.",
+)
+
 LOCAL = TransferSpec(
     name="local",
     driver="powertrain.tensors.local:LocalTransfer",
@@ -52,6 +59,12 @@ SHM = TransferSpec(
     summary="one staging area in shared memory, written once by the trainer's ranks and read by every engine",
     options=(
         OptionSpec(
+            name="direct",
+            type="bool",
+            default=True,
+            help="Let engines read weights in host memory from the trainer's own, where the system allows it.",
+        ),
+        OptionSpec(
             name="bucket_mb",
             type="int",
             default=32,
@@ -85,7 +98,7 @@ IPC = TransferSpec(
             default=True,
             help="Keep the trainer's memory mapped between updates, until it moves; false maps it anew each time.",
         ),
-        *SHM.options,
+        *(option for option in SHM.options if option.name != "direct"),
     ),
     requires=("torch",),
     install=_INSTALL,
@@ -120,6 +133,7 @@ DISK = TransferSpec(
             minimum=1,
             help="Most MiB of a tensor that are one block: what a rank holds of it in memory, with one checksum.",
         ),
+        DELTA,
         VERIFY,
     ),
     requires=("torch",),
@@ -153,6 +167,7 @@ P2P = TransferSpec(
             minimum=1,
             help="Most MiB of one bucket; a rank has at most two under way.",
         ),
+        DELTA,
         VERIFY,
     ),
     requires=("torch",),

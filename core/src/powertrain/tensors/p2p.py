@@ -4,25 +4,29 @@ No rank gathers and none broadcasts. What one rank sends another of a bucket is 
 sides go through their messages in one order that all ranks agree on, with a bounded number of bytes under way, so that
 nobody waits for somebody who waits for him. Weights travel over a group that carries nothing else (NCCL, HCCL or gloo);
 that all are there before the first byte, and that all have everything, is settled on a Gloo sidecar.
+
+With the option `delta` both sides keep each message's bytes, and a message is what has changed of them where that is
+less; its length goes ahead over the sidecar. Ranks that are sent the same bytes share one base and one comparison.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from powertrain.errors import TransferError
 from powertrain.interfaces.weights import Piece
-from powertrain.tensors.planned import PlannedTransfer
+from powertrain.tensors import delta
+from powertrain.tensors.bases import Bases, DeltaTransfer, where
+from powertrain.tensors.messages import Message, messages
 from powertrain.tensors.sidecar import Groups, Store
 from powertrain.tensors.verify import Checked
 from powertrain.tensors.views import read_view
-from powertrain.weights.boxes import ITEM_SIZE
 from powertrain.weights.transaction import together
 
 if TYPE_CHECKING:
@@ -37,58 +41,30 @@ _BUCKETS: Final = 2
 """Buckets that a rank may have under way."""
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """What one rank sends to another of one bucket: `reads` back to back, those of the larger elements first.
-
-    So every one of them is aligned, and no byte is sent that is no weight. peer: the other rank's place in the groups.
-    """
-
-    order: tuple[int, ...]
-    peer: int
-    reads: tuple[Read, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the message."""
-        return sum(read.bytes for read in self.reads)
-
-    def views(self, buffer: torch.Tensor) -> Iterator[tuple[Read, torch.Tensor]]:
-        """Yield each read with its place in the message."""
-        place = 0
-        for read in self.reads:
-            part = buffer[place : place + read.bytes].view(getattr(torch, read.block.dtype))
-            yield read, part.view(tuple(read.size))
-            place += read.bytes
-
-
-def messages(reads: Sequence[tuple[int, Read]], rank: int, world: int) -> list[Message]:
-    """Return a rank's messages in their order; reads: (place of the other side's rank, read), in the plan's order.
-
-    The order is by bucket, then so that ranks begin with different partners, and is the same for both ends.
-    """
-    table: dict[tuple[int, int], list[Read]] = {}
-    for peer, read in reads:
-        table.setdefault((read.block.bucket, peer), []).append(read)
-    found = []
-    for (bucket, peer), some in table.items():
-        low, high = min(rank, peer), max(rank, peer)  # the trainer's ranks come first, so low is the sender
-        some.sort(key=lambda read: -ITEM_SIZE[read.block.dtype])
-        found.append(Message((bucket, (high - low) % world, low), peer, tuple(some)))
-    return sorted(found, key=lambda message: message.order)
-
-
 def _place(weights: WeightSource | WeightSink) -> torch.device:
     return next((tensor.device for tensor in weights.tensors().values()), torch.device("cpu"))
 
 
 @dataclass(slots=True)
 class _Session:
-    """One pair as a rank sees it. window: most bytes under way."""
+    """One pair as a rank sees it. window: most bytes under way. store: where messages lie. keep: where bases lie."""
 
     groups: Groups
     messages: list[Message]
     window: int
+    store: torch.device
+    keep: torch.device
+    bases: Bases = field(default_factory=Bases)
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A message under way. told: the work that carries its length, where that goes ahead."""
+
+    message: Message
+    buffer: torch.Tensor
+    work: Any
+    told: Any = None
 
 
 class _End(Checked):
@@ -117,59 +93,70 @@ class _End(Checked):
             groups.give_up(exc)
             groups.close()
             raise
-        self._sessions[session] = _Session(groups, messages(reads, mine, len(names)), how["window"])
+        device = _place(self._weights)
+        store = torch.device("cpu") if groups.backend == "gloo" else device
+        found = messages(reads, mine, len(names))
+        self._sessions[session] = _Session(groups, found, how["window"], store, where(self._weights, how["delta"]))
+
+    def base(self, session: str) -> str:
+        """Return the version that this rank holds the base of, "" for none."""
+        found = self._sessions.get(session)
+        return found.bases.version if found else ""
 
     def _exchange(
         self,
         session: str,
         seconds: float,
-        begin: Callable[[Groups, Message, torch.Tensor], Any],
-        end: Callable[[Message, torch.Tensor], None],
-    ) -> int:
-        """Run all messages; begin(groups, message, buffer) returns its work, end(message, buffer) uses what came.
+        versions: tuple[str, str],
+        begin: Callable[[_Session, Message], _Sent],
+        end: Callable[[_Session, _Sent], None],
+    ) -> dict[str, int]:
+        """Run all messages; begin(session, message) sends or receives, end(session, sent) uses what came.
 
-        Returns the bytes that were handed to the group for weights.
+        versions: of the base that all ranks hold ("" for none), and that arrives. Returns `bytes` that were handed to
+        the group for weights, `all` that they stand for, `saved` of these that went as changes, and the bases' tally.
         """
         found = self._sessions.pop(session, None)  # back in its place only if all goes well
         if found is None:
             text = f"rank {self._rank} has no groups for pair {session}; it was restarted, or failed"
             raise TransferError(text, phase="wire")
         groups, device = found.groups, _place(self._weights)
-        store = torch.device("cpu") if groups.backend == "gloo" else device
         groups.limit(seconds)
-        under_way: deque[tuple[Message, torch.Tensor, Any]] = deque()
-        carried = waiting = 0
+        under_way: deque[_Sent] = deque()
+        carried = waiting = whole = saved = 0
         try:
-            groups.barrier("liveness")
-            for message in found.messages:
-                while under_way and waiting + message.bytes > found.window:
-                    waiting -= self._end_first(groups, under_way, end)
-                buffer = torch.empty(message.bytes, dtype=torch.uint8, device=store)
-                under_way.append((message, buffer, begin(groups, message, buffer)))
-                waiting += message.bytes
-                carried += buffer.numel()
-            while under_way:
-                self._end_first(groups, under_way, end)
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
-            groups.barrier("completion")
+            with found.bases.update(*versions):
+                groups.barrier("liveness")
+                for message in found.messages:
+                    while under_way and waiting + message.bytes > found.window:
+                        waiting -= self._end_first(found, under_way, end)
+                    sent = begin(found, message)
+                    under_way.append(sent)
+                    waiting += message.bytes
+                    carried += sent.buffer.numel()
+                    whole += message.bytes
+                    saved += message.bytes if sent.buffer.numel() < message.bytes else 0
+                while under_way:
+                    self._end_first(found, under_way, end)
+                if device.type != "cpu":
+                    torch.accelerator.synchronize(device)
+                groups.barrier("completion")
         except BaseException as exc:
             under_way.clear()  # works hold on to connections, which are to close now
             groups.give_up(exc)
             groups.close()
             raise
         self._sessions[session] = found
-        return carried
+        return {"bytes": carried, "all": whole, "saved": saved, **found.bases.tally}
 
     @staticmethod
-    def _end_first(
-        groups: Groups,
-        under_way: deque[tuple[Message, torch.Tensor, Any]],
-        end: Callable[[Message, torch.Tensor], None],
-    ) -> int:
-        message, buffer, work = under_way.popleft()
-        groups.finish(work, message.peer, message.reads[0].name)
-        end(message, buffer)
+    def _end_first(found: _Session, under_way: deque[_Sent], end: Callable[[_Session, _Sent], None]) -> int:
+        sent = under_way.popleft()
+        message = sent.message
+        if sent.told is not None:
+            found.groups.finish(sent.told, message.peer, message.reads[0].name, sidecar=True)
+        found.groups.finish(sent.work, message.peer, message.reads[0].name)
+        end(found, sent)
         return message.bytes
 
     def release(self, session: str) -> None:
@@ -203,18 +190,42 @@ class P2pSource(_End):
         ]
         self._open(session, self._rank, mine, how, seconds)
 
-    def send(self, session: str, seconds: float) -> int:
-        """Send all that this rank owns to whoever needs it; returns bytes sent, once every rank has everything."""
+    def send(self, session: str, seconds: float, base: str = "", version: str = "") -> dict[str, int]:
+        """Send all that this rank owns to whoever needs it; returns once every rank has everything.
+
+        base/version: of the base that all ranks hold, "" for none; and of these weights, "" where no base is kept.
+        Returns what `DeltaTransfer` counts.
+        """
         self._weights.fence()
         tensors = self._weights.tensors()
+        bodies: dict[int, torch.Tensor] = {}
+        last = -1
 
-        def begin(groups: Groups, message: Message, buffer: torch.Tensor) -> Any:
+        def packed(message: Message, place: torch.device) -> torch.Tensor:
+            buffer = torch.empty(message.bytes, dtype=torch.uint8, device=place)
             with torch.no_grad():
-                for read, place in message.views(buffer):
-                    place.copy_(read_view(tensors[read.block.storage], read))
-            return groups.send(buffer, message.peer, message.order[0])
+                for read, part in message.views(buffer):
+                    part.copy_(read_view(tensors[read.block.storage], read))
+            return buffer
 
-        return self._exchange(session, seconds, begin, lambda message, buffer: None)
+        def begin(found: _Session, message: Message) -> _Sent:
+            nonlocal last
+            bucket, told = message.order[0], None
+            if not version:
+                body = packed(message, found.store)
+            else:
+                if bucket != last:  # messages of the same bytes stand in one bucket
+                    bodies.clear()
+                    last = bucket
+                if message.content not in bodies:
+                    new, build = packed(message, found.keep), bool(base)
+                    sent = found.bases.outgoing(message.content, new, message.layout, build=build)
+                    bodies[message.content] = sent.to(found.store)
+                body = bodies[message.content]
+                told = found.groups.tell(body.numel(), message.peer, bucket)
+            return _Sent(message, body, found.groups.send(body, message.peer, bucket), told)
+
+        return self._exchange(session, seconds, (base, version), begin, lambda found, sent: None)
 
 
 class P2pSink(_End):
@@ -230,20 +241,38 @@ class P2pSink(_End):
         mine = [(read.block.rank, read) for read in reads[self._rank]]
         self._open(session, first + self._rank, mine, how, seconds)
 
-    def receive(self, session: str, seconds: float) -> tuple[int, float]:
-        """Receive all that this rank needs and copy it into place; returns bytes, and the seconds that copying took."""
+    def receive(self, session: str, seconds: float, base: str = "", version: str = "") -> tuple[int, float]:
+        """Receive all that this rank needs and copy it into place; returns bytes, and the seconds that copying took.
+
+        base/version: as the trainer's ranks were told.
+        """
         spent = 0.0
 
-        def end(message: Message, buffer: torch.Tensor) -> None:
+        def begin(found: _Session, message: Message) -> _Sent:
+            length, at = message.bytes, message.order[0]
+            if version:
+                length = found.groups.told(message.peer, at, message.reads[0].name)
+                if not 0 <= length <= message.bytes or (length < message.bytes and not base):
+                    text = f"{length} bytes were announced for {message.bytes} of weights, with base {base or 'none'}"
+                    raise TransferError(text, phase="wire")
+            if version and length == message.bytes and found.keep == found.store == torch.device("cpu"):
+                buffer = found.bases.room(message.content, length)
+            else:
+                buffer = torch.empty(length, dtype=torch.uint8, device=found.store)
+            return _Sent(message, buffer, found.groups.receive(buffer, message.peer, at))
+
+        def end(found: _Session, sent: _Sent) -> None:
             nonlocal spent
-            begun = time.perf_counter()
-            self._weights.apply(Piece(read.name, tuple(read.start), view) for read, view in message.views(buffer))
+            begun, message, data = time.perf_counter(), sent.message, sent.buffer
+            if version and data.numel() == message.bytes:
+                found.bases.keep(message.content, data.to(found.keep))
+            elif version:
+                data = found.bases.part(message.content)
+                delta.patch(data, sent.buffer.to(found.keep), message.layout)
+            self._weights.apply(Piece(read.name, tuple(read.start), view) for read, view in message.views(data))
             spent += time.perf_counter() - begun
 
-        def begin(groups: Groups, message: Message, buffer: torch.Tensor) -> Any:
-            return groups.receive(buffer, message.peer, message.order[0])
-
-        return self._exchange(session, seconds, begin, end), spent
+        return self._exchange(session, seconds, (base, version), begin, end)["bytes"], spent
 
 
 def _margin(deadline: float) -> float:
@@ -251,8 +280,8 @@ def _margin(deadline: float) -> float:
     return deadline - min(2.0, 0.3 * deadline)
 
 
-class P2pTransfer(PlannedTransfer):
-    """Driver's half. Options: `backend`, `host`, `bucket_mb` and `verify`."""
+class P2pTransfer(DeltaTransfer):
+    """Driver's half. Options: `backend`, `host`, `bucket_mb`, `delta` and `verify`."""
 
     PLUGIN = "p2p"
     BUCKET_MB = 256
@@ -270,14 +299,17 @@ class P2pTransfer(PlannedTransfer):
         self._check_kind(plan, update)
         ready = self._take_ready(plan)
         with meter.phase("gather"):
+            base = await self._agree(deadline=deadline) if ready else ""
             if not ready:
                 await self._open(plan, deadline)
         with meter.phase("wire"):
-            seconds = _margin(deadline)
-            calls = [self._call(self.source, "send", seconds=seconds, deadline=deadline)]
-            calls += [self._call(sink, "receive", seconds=seconds, deadline=deadline) for sink in self.sinks]
+            how: dict[str, Any] = {"seconds": _margin(deadline), "deadline": deadline, "base": base}
+            how["version"] = str(update.version) if self.delta != "off" and update.kind == "full" else ""
+            calls = [self._call(self.source, "send", **how)]
+            calls += [self._call(sink, "receive", **how) for sink in self.sinks]
             sent, *received = await together(calls)
-        meter.bytes += sum(sent)
+        self._count(sent)
+        meter.bytes += self.tally["bytes"]
         copying = max(spent for engine in received for _, spent in engine)
         meter.seconds["wire"] -= copying
         meter.seconds["load"] += copying
@@ -298,6 +330,7 @@ class P2pTransfer(PlannedTransfer):
         self._generation += 1
         how: dict[str, Any] = {"names": names, "backend": backend, "window": _BUCKETS * self.bucket_bytes}
         how |= {"host": self._store.host, "port": self._store.port, "prefix": f"{self.session}/{self._generation}"}
+        how |= {"delta": self.delta}
         firsts = [sum(len(ranks) for ranks in places[: 1 + e]) for e in range(len(self.sinks))]
         rest: dict[str, Any] = {"how": how, "seconds": _margin(deadline), "deadline": deadline}
         calls = [self._call(self.source, "open", reads=plan.reads, firsts=firsts, **rest)]

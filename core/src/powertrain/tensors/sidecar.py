@@ -160,10 +160,22 @@ class Groups:
         with self.waiting("wire", peer, ""):
             return self._payload.recv([data], peer, tag)
 
-    def finish(self, work: Any, peer: int, tensor: str) -> None:
-        """Wait until a message is there, or gone; tensor: the first one in it."""
+    def tell(self, number: int, peer: int, tag: int) -> Any:
+        """Begin to send a whole number to a rank, on the sidecar; returns the work, to be ended by `finish`."""
+        with self.waiting("wire", peer, ""):
+            return self._sidecar.send([torch.tensor([number])], peer, tag)
+
+    def told(self, peer: int, tag: int, tensor: str) -> int:
+        """Wait for the number that a rank tells; tensor: the first one of what it is about."""
+        number = torch.empty(1, dtype=torch.int64)
         with self.waiting("wire", peer, tensor):
-            if self.backend == "gloo":
+            self._sidecar.recv([number], peer, tag).wait(self.left())
+        return int(number)
+
+    def finish(self, work: Any, peer: int, tensor: str, *, sidecar: bool = False) -> None:
+        """Wait until a message is there, or gone; tensor: the first one in it. sidecar: it is one of `tell`'s."""
+        with self.waiting("wire", peer, tensor):
+            if sidecar or self.backend == "gloo":
                 work.wait(self.left())
                 return
             while not work.is_completed():  # waiting for a card's work would only make its stream wait

@@ -1,4 +1,4 @@
-"""One kind of update object for full weights, adapters, deltas and drafts, and the report of what an update cost."""
+"""One kind of update object for full weights, adapters and whatever else, and the report of what an update cost."""
 
 from __future__ import annotations
 
@@ -19,21 +19,25 @@ PHASES: Final = ("pause", "make_room", "gather", "wire", "load", "finish", "resu
 class Update:
     """What is about to be written into the sinks of a set.
 
-    version: the version that the sinks carry once all have finished. kind: "full", "adapter", "delta" or "draft".
-    adapter: versioned adapter name (kind adapter). adapter_config: PEFT's adapter_config as plain data.
-    base: for a delta, the version that it applies to.
+    version: the version that the sinks carry once all have finished. kind: as the trainer's manifests say, "full" or
+    "adapter"; core's sinks take no other. adapter: versioned adapter name (kind adapter). adapter_config: PEFT's
+    adapter_config as plain data.
+
+    Whether all bytes of it travel or only changes since another version is the transfer's matter, and shows in no kind.
     """
 
     version: WeightVersion
     kind: str = "full"
     adapter: str = ""
     adapter_config: Mapping[str, Any] = field(default_factory=dict)
-    base: WeightVersion | None = None
 
 
 @record()
 class TransferReport:
-    """What one update did: seconds of each phase, bytes that travelled, sinks reached, and the version now served."""
+    """What one update did: seconds of each phase, bytes that travelled, sinks reached, and the version now served.
+
+    details: numbers of this transfer's own, by names that stand behind `transfer/` in metrics.
+    """
 
     transfer: str
     version: WeightVersion
@@ -41,6 +45,7 @@ class TransferReport:
     bytes: int
     sinks: int
     total_seconds: float
+    details: Mapping[str, float] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, float]:
         """Return the report as flat numbers for `metrics.jsonl`."""
@@ -49,6 +54,7 @@ class TransferReport:
             "transfer/total_s": self.total_seconds,
             "transfer/bytes": float(self.bytes),
             "transfer/gb_per_s": self.bytes / 1e9 / max(self.total_seconds, 1e-9),
+            **{f"transfer/{name}": value for name, value in self.details.items()},
         }
 
 
