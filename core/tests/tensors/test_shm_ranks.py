@@ -44,7 +44,7 @@ def fleet(tmp_path):
     for rank in ranks[2:]:
         rank.call("publish", ("1.0",))
     sinks = [Handle(f"rollout/{n}", [rank]) for n, rank in enumerate(ranks[2:])]
-    yield pair(ShmTransfer("shm", {"folder": str(tmp_path)}), Handle("actor", ranks[:2]), sinks), ranks
+    yield pair(ShmTransfer("shm", {"folder": str(tmp_path), "direct": False}), Handle("actor", ranks[:2]), sinks), ranks
     for rank in ranks:
         rank.stop()
 

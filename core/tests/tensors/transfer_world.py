@@ -98,6 +98,14 @@ class Sink(BoxSink):
             time.sleep(self.slow)
         super().apply(pieces)
 
+    def replay(self, prepared):
+        """Copy what was worked out; broken: with a part of it in place."""
+        if self.broken:
+            self.broken, self._intact = False, False
+            message = "this rank broke"
+            raise PowertrainError(message)
+        return super().replay(prepared)
+
     def add_adapter(self, name, config, tensors):
         self.adapters[name] = tensors
 
@@ -263,14 +271,14 @@ def serve(pipe, kind, rank, world):
     torch.set_num_threads(1)
     kinds = {"source": Source, "sink": Sink, "cuda-source": CudaSource, "cuda-sink": CudaSink}
     place = RankSpec(rank=rank, world=world)
-    here = cut_rank(kind, place) if kind in {"rows", "columns"} else Rank(kinds[kind](rank, world), place)
+    here = cut_rank(kind, place) if kind in {"rows", "columns"} else Rank((kinds.get(kind) or kind)(rank, world), place)
     while True:
         try:
             number, method, args = pipe.recv()
         except EOFError:
             return
         try:
-            pipe.send((number, True, arm(*args) if method == "arm" else here.call(method, args)))
+            pipe.send((number, True, MOMENTS[method](*args) if method in MOMENTS else here.call(method, args)))
         except Exception as exc:  # noqa: BLE001 - told to the parent
             traceback.print_exc()
             pipe.send((number, False, str(exc)))
@@ -300,6 +308,35 @@ def arm(moment, sign):
         return original(self, *args)
 
     setattr(Groups, name, hit)
+
+
+def fail_reads(code):
+    """Let the system call that reads another process's memory answer with an errno here; 0: as it does.
+
+    A negative one is the answer from the next weights on: tokens are read as ever.
+    """
+    from powertrain.tensors import direct, direct_copies
+
+    plain = direct_copies.plain = getattr(direct_copies, "plain", direct_copies.read_memory)
+    direct_copies.read_memory = (lambda *args: -abs(code)) if code else plain
+    direct.read_memory = (lambda *args: -code) if code > 0 else plain
+
+
+def spoil_token():
+    """Let offers tell another token than lies there."""
+    from powertrain.tensors import direct
+
+    make = direct.Offers.make
+
+    def other(*args):
+        made = make(*args)
+        return made if isinstance(made, str) else {**made, "token": bytes(16)}
+
+    direct.Offers.make = other
+
+
+MOMENTS = {"arm": arm, "fail_reads": fail_reads, "spoil_token": spoil_token}
+"""What a rank's process is told, not its weights."""
 
 
 class Process:

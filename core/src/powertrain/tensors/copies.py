@@ -58,6 +58,11 @@ class CopyProgram:
         self._fused = _fuse(fused)
         self.on_device = bool(fused) or any(t.is_cuda or s.is_cuda for t, s in self._single)
 
+    @property
+    def pairs(self) -> Sequence[Pair]:
+        """What is copied one by one; all, where nothing is on a device."""
+        return self._single
+
     def run(self) -> None:
         """Copy everything; on a device it is queued on the current stream, so synchronise before telling anybody."""
         with torch.no_grad():

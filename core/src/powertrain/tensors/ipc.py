@@ -197,7 +197,7 @@ class IpcTransfer(PlannedTransfer):
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         super().__init__(name, options)
         self._keep_open = bool(options.get("keep_open", True))
-        self._staged = ShmTransfer("shm", {**options, "verify": 0})  # this one verifies all
+        self._staged = ShmTransfer("shm", {**options, "verify": 0, "direct": False})  # this one verifies all
         self._opened: _Opened | None = None
         self._number = 0
 

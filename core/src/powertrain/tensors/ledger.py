@@ -6,6 +6,7 @@ an error of its own, so that the error that is told is the cause.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,25 @@ from powertrain.errors import DeadlineError
 
 _PAUSE: Final = 5e-5
 """Seconds between two looks; there are more slots than one, so whoever is slower does not wait at all."""
+
+
+class Stopped(Exception):
+    """Another rank has failed, or the update was given up: no error of its own; who met the cause tells it."""
+
+
+_LOCK: Final = threading.Lock()
+
+
+def _barrier() -> None:
+    """Keep the order of memory accesses before and after it, as other processes see them.
+
+    A processor of weak order (ARM) may let a plain store be seen before those ahead of it: a number before the data
+    that it speaks of. Letting go of a lock keeps what is ahead of it there, and taking one what follows, so the pair
+    between two rounds holds both.
+    """
+    for _ in range(2):
+        with _LOCK:
+            pass
 
 
 class Ledger:
@@ -44,7 +64,18 @@ class Ledger:
 
     def post(self, rank: int, number: int) -> None:
         """Say that a rank is done with so many buckets; what it has copied is complete in memory."""
+        _barrier()
         self._numbers[1 + rank] = number
+
+    def look(self, rank: int, begun: float, end: float) -> None:
+        """Raise Stopped when somebody has said stop, DeadlineError past the end of what began then (monotonic)."""
+        if self.stopped:
+            raise Stopped
+        now = time.monotonic()
+        if now > end:
+            who, what = self._names[rank], "read the trainer's memory"
+            message = f"{who} has taken {now - begun:.1f} s to {what} and is not done; raise the deadline of updates"
+            raise DeadlineError(message, who=who, what=what, seconds=now - begun)
 
     def wait(self, rank: int, others: Sequence[int], number: int, what: str, end: float) -> bool:
         """Return True once all others are done with `number` buckets, False when somebody has said stop.
@@ -58,6 +89,7 @@ class Ledger:
             ahead = [other for other in ahead if int(self._numbers[1 + other]) < number]
             if not ahead:
                 self._waits[1 + rank] = 0
+                _barrier()
                 return True
             now = time.monotonic()
             if now > end:

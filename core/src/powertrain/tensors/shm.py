@@ -1,4 +1,7 @@
-"""Transfer `shm`: one staging area in shared memory, written in place by the trainer's ranks, read by every engine.
+"""Transfer `shm`: engines of one host, by one copy where the system allows it, else by an area in shared memory.
+
+Where weights lie in host memory on both sides, an engine's rank reads them from the trainer's own memory
+(`powertrain.tensors.direct`). Else they go through a staging area, as follows.
 
 Each source rank copies its own blocks to their places (no gather, no collective), each sink copies what it needs out.
 The area has a few slots, each the size of a bucket, and keeps its memory from update to update. An update is one
@@ -13,12 +16,14 @@ leaves is swept by the next area's maker, which tells by the file lock that its 
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -26,7 +31,8 @@ from powertrain.errors import TransferError
 from powertrain.interfaces.weights import Piece
 from powertrain.tensors.area import Area, default_folder
 from powertrain.tensors.copies import copy_into
-from powertrain.tensors.ledger import Ledger
+from powertrain.tensors.direct import Aims, Offers, addresses_by_read
+from powertrain.tensors.ledger import Ledger, Stopped
 from powertrain.tensors.planned import PlannedTransfer, margin
 from powertrain.tensors.verify import Checked
 from powertrain.tensors.views import block_view, device_of, narrowed
@@ -35,9 +41,10 @@ from powertrain.weights.transaction import together
 if TYPE_CHECKING:
     from powertrain.interfaces.build import RankSpec
     from powertrain.interfaces.weights import WeightSink, WeightSource
-    from powertrain.weights import TransferPlan, Update
+    from powertrain.weights import TransferPlan, TransferReport, Update
     from powertrain.weights.plan import Block, Read
 
+_LOG: Final = logging.getLogger("powertrain.shm")
 SLOTS = 4
 """Slots of an area: one is written, one read, and two let either side run ahead of the other."""
 
@@ -99,10 +106,24 @@ class ShmSource(_Sessions):
     def __init__(self, weights: WeightSource, place: RankSpec) -> None:
         super().__init__()
         self._weights, self._rank = weights, place.rank
+        self._offers = Offers(weights, place.rank)
+
+    def offer(self, session: str, blocks: Sequence[Block] | None, readers: Sequence[int]) -> dict[str, Any] | str:
+        """Say where this rank's blocks lie, or why nobody may read them directly; see `Offers.make`."""
+        return self._offers.make(session, blocks, readers)
+
+    def withdraw(self, session: str) -> None:
+        """Take back what was offered."""
+        self._offers.release(session)
+
+    def release(self, session: str) -> None:
+        """Free the pair's area, and take back what was offered."""
+        self._offers.release(session)
+        super().release(session)
 
     def create(self, session: str, how: Mapping[str, Any], folder: str | None) -> str | None:
         """Make the area on rank 0 and return its path; the other ranks return None."""
-        self.release(session)
+        super().release(session)
         if self._rank != 0:
             return None
         area = Area.create(Path(folder) if folder else default_folder(), session, **_sizes(how))
@@ -150,12 +171,43 @@ class ShmSink(_Sessions):
     def __init__(self, weights: WeightSink, place: RankSpec) -> None:
         super().__init__()
         self._weights, self._rank = weights, place.rank
+        self._aims = Aims(weights)
+
+    def where(self, session: str) -> int:
+        """Return this rank's process."""
+        return os.getpid()
+
+    def aim(
+        self,
+        session: str,
+        reads: Sequence[Sequence[Read]],
+        addresses: Sequence[bytes],
+        offers: Sequence[Mapping[str, Any]],
+    ) -> str | None:
+        """Get ready to read the trainer's memory directly, or say why not; see `Aims.aim`."""
+        return self._aims.aim(session, reads[self._rank], addresses[self._rank], offers)
+
+    def take(self, session: str, seconds: float) -> tuple[int, float]:
+        """Read all that this rank needs from the trainer's memory; returns bytes and seconds, as `read`.
+
+        Ends early when another rank has failed.
+        """
+        found, begun = self._session(session), time.monotonic()
+        with found.ledger.stopping(), suppress(Stopped):
+            total = self._aims.take(session, lambda: found.ledger.look(found.rank, begun, begun + seconds))
+            return total, time.monotonic() - begun
+        return 0, 0.0
+
+    def release(self, session: str) -> None:
+        """Free the pair's area, and forget what is read directly."""
+        self._aims.release(session)
+        super().release(session)
 
     def open(
         self, session: str, path: str, how: Mapping[str, Any], reads: Sequence[Sequence[Read]], first_rank: int
     ) -> None:
         """Map the area and note what this rank reads. first_rank: place of its engine's rank 0 among all ranks."""
-        self.release(session)
+        super().release(session)
         area = Area.attach(Path(path), **_sizes(how))
         found = self._sessions[session] = _Session.of(area, first_rank + self._rank, how)
         for read in reads[self._rank]:
@@ -208,7 +260,7 @@ def _put(area: Area, work: Sequence[tuple[torch.Tensor, Block]], tensors: Mappin
 
 
 class ShmTransfer(PlannedTransfer):
-    """Driver's half. Options: `bucket_mb`, `folder` and `verify`."""
+    """Driver's half. Options: `direct`, `bucket_mb`, `folder` and `verify`."""
 
     PLUGIN = "shm"
     BUCKET_MB = 32
@@ -217,6 +269,13 @@ class ShmTransfer(PlannedTransfer):
         super().__init__(name, options)
         self._area: Area | None = None
         self._done = 0
+        self._offers: list[Any] | None = None
+        self._told = False
+
+    async def push(self, update: Update, *, deadline: float, pause_mode: str = "wait") -> TransferReport:
+        """Run one update; its report's `direct` is 1 where nothing was staged."""
+        report = await super().push(update, deadline=deadline, pause_mode=pause_mode)
+        return replace(report, details={**report.details, "direct": float(self._offers is not None)})
 
     async def move(self, plan: TransferPlan, update: Update, meter: Any, *, deadline: float) -> None:
         """Let all ranks write and read, each through all buckets; a fault of one ends the others at once.
@@ -226,15 +285,24 @@ class ShmTransfer(PlannedTransfer):
         self._check_kind(plan, update)
         ready = self._take_ready(plan)
         with meter.phase("gather"):
+            if ready and self._offers is not None:  # they may have moved
+                again: dict[str, Any] = {"blocks": None, "readers": ()}
+                ready = self._offers == await self._call(self.source, "offer", **again, deadline=deadline)
             if not ready:
                 await self._open(plan, deadline)
-        first, self._done = self._done, self._done + len(plan.buckets)
-        how: dict[str, Any] = {"first": first, "seconds": margin(deadline), "deadline": deadline}
         begun = time.perf_counter()
-        calls = [self._or_stop("wire", meter, self._call(self.source, "write", **how))]
-        calls += [self._or_stop("load", meter, self._call(sink, "read", **how)) for sink in self.sinks]
-        sent, *received = await together(calls)
-        meter.bytes += sum(sent)
+        first, self._done = self._done, self._done + len(plan.buckets)
+        how: dict[str, Any] = {"seconds": margin(deadline), "deadline": deadline}
+        if self._offers is not None:
+            calls = [self._or_stop("load", meter, self._call(sink, "take", **how)) for sink in self.sinks]
+            received = await together(calls)
+            meter.bytes += plan.bytes
+        else:
+            how["first"] = first
+            calls = [self._or_stop("wire", meter, self._call(self.source, "write", **how))]
+            calls += [self._or_stop("load", meter, self._call(sink, "read", **how)) for sink in self.sinks]
+            sent, *received = await together(calls)
+            meter.bytes += sum(sent)
         copying = max(spent for engine in received for _, spent in engine)
         meter.seconds["load"] += copying
         meter.seconds["wire"] += time.perf_counter() - begun - copying
@@ -257,25 +325,53 @@ class ShmTransfer(PlannedTransfer):
         self._forget()
         slot = -(-max(plan.buckets, default=1) // Area.PAGE) * Area.PAGE
         worlds = [len(await self._call(self.source, "release", deadline=deadline)), *map(len, plan.reads)]
+        self._offers = await self._agree(plan, deadline)
+        blocks, reads = (plan.blocks, plan.reads) if self._offers is None else ((), [[()] * w for w in worlds[1:]])
         names = [
             f"{handle.name} rank {rank}"
             for handle, world in zip([self.source, *self.sinks], worlds, strict=True)
             for rank in range(world)
         ]
-        how: dict[str, Any] = {"slot_bytes": slot, "slots": min(SLOTS, max(1, len(plan.buckets)))}
+        how: dict[str, Any] = {"slot_bytes": slot, "slots": min(SLOTS, max(1, len(plan.buckets))) if blocks else 0}
         how |= {"names": names, "writers": worlds[0], "buckets": len(plan.buckets)}
         folder = self.options.get("folder")
         path = (await self._call(self.source, "create", how=how, folder=folder, deadline=deadline))[0]
         with suppress(OSError):  # the ranks are on another host than the driver
             self._area = Area.attach(Path(path), **_sizes(how))
         where: dict[str, Any] = {"path": path, "how": how, "deadline": deadline}
-        calls = [self._call(self.source, "open", blocks=plan.blocks, **where)]
+        calls = [self._call(self.source, "open", blocks=blocks, **where)]
         calls += [
-            self._call(sink, "open", reads=reads, first_rank=sum(worlds[: 1 + e]), **where)
-            for e, (sink, reads) in enumerate(zip(self.sinks, plan.reads, strict=True))
+            self._call(sink, "open", reads=mine, first_rank=sum(worlds[: 1 + e]), **where)
+            for e, (sink, mine) in enumerate(zip(self.sinks, reads, strict=True))
         ]
         await together(calls)
         await self._call(self.source, "settle", deadline=deadline)
+
+    async def _agree(self, plan: TransferPlan, deadline: float) -> list[Any] | None:
+        """Return the trainer's offers if every sink can read all that it needs directly, else None.
+
+        What stands in the way is logged once.
+        """
+        if plan.kind != "full" or not plan.blocks or not self.options.get("direct", True):
+            return None
+        processes = await together(self._call(sink, "where", deadline=deadline) for sink in self.sinks)
+        readers = sorted({process for engine in processes for process in engine})
+        offers = await self._call(self.source, "offer", blocks=plan.blocks, readers=readers, deadline=deadline)
+        reasons = [offer for offer in offers if isinstance(offer, str)]
+        if not reasons:
+            bare = [{**offer, "addresses": b""} for offer in offers]
+            calls = [
+                self._call(sink, "aim", reads=reads, addresses=addresses, offers=bare, deadline=deadline)
+                for sink, reads, addresses in zip(self.sinks, plan.reads, addresses_by_read(plan, offers), strict=True)
+            ]
+            reasons = [reason for engine in await together(calls) for reason in engine if reason]
+        if not reasons:
+            return offers
+        await self._call(self.source, "withdraw", deadline=deadline)
+        if not self._told:
+            self._told = True
+            _LOG.info("weights go through the staging area, since %s", reasons[0])
+        return None
 
     def _forget(self) -> None:
         area, self._area, self._done = self._area, None, 0
