@@ -85,13 +85,17 @@ def test_misspelt_function_is_told_with_its_key_and_the_nearest_word(own, key, n
         ("own.py:two", "names a file"),
         ("grpo", "not of the form"),
         ("5", "not of the form"),
-        ("''", "not of the form"),
         ("':'", "not of the form"),
     ],
 )
 def test_misspelt_loss_is_told_before_anything_starts(own, name, told):
     with pytest.raises(ConfigError, match=rf"^ppo.loss '.*{told}"):
         check(own, f"ppo.loss={name}")
+
+
+def test_empty_loss_is_refused_with_the_configuration(own):
+    with pytest.raises(ConfigError, match="section 'ppo': option 'loss' is ''; leave it out, or give a text"):
+        check(own, "ppo.loss=''")
 
 
 @pytest.mark.parametrize(
