@@ -1,13 +1,14 @@
 """The transfer `shm` beside plain copies of the same bytes: trainer and engine in two processes, a 0.5B model's shape.
 
-    OMP_NUM_THREADS=1 python benchmarks/transfer/shm.py OUT.json [--repeats 15] [--tiny]
+    python benchmarks/transfer/shm.py OUT.json [--repeats 12] [--tiny]
 
 Real engines (`fsdp`, `hf`) in workers; `Driver.push` is timed from its call to its return, all phases, the engine idle.
-Each repeat also takes, in turn with it and with as many threads as each side has:
+Three cases: the direct path with one thread and with two (`OMP_NUM_THREADS` of the workers; the trainer is idle
+meanwhile), and the staging area with one thread on each side. Each repeat also takes, in turn with it:
 
-- memcpy: the same bytes between two buffers of one process, by the C library;
+- memcpy_1, memcpy_2: the same bytes between two buffers of one process, by one thread and by two;
 - two copies: one process copies its buffer into a ring in shared memory, another one the ring into its own, at the same
-  time and without waiting for one another. No transfer by shared memory can be faster: that is the limit.
+  time and without waiting for one another. No transfer through an area in shared memory can be faster.
 
 Then a training step, one more update, and a checksum of every tensor on both sides.
 """
@@ -22,6 +23,7 @@ import multiprocessing
 import os
 import statistics
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -42,6 +44,9 @@ from powertrain.weights import WeightVersion
 
 RING = SLOTS * ShmTransfer.BUCKET_MB << 20
 CHUNK = ShmTransfer.BUCKET_MB << 20
+PLAIN = ("memcpy_1", "memcpy_2", "two_copies")
+CASES = {"direct_1": (True, 1), "direct_2": (True, 2), "staged_1": (False, 1)}
+"""Whether the direct path is allowed, and threads of each worker."""
 CROSS_ENTROPY = LossSpec(name="powertrain.tensors.loss:cross_entropy")
 
 
@@ -67,6 +72,19 @@ def memcpy(target: int, source: int, size: int) -> float:
     """Return the seconds of one copy."""
     begun = time.perf_counter()
     ctypes.memmove(target, source, size)
+    return time.perf_counter() - begun
+
+
+def memcpy_by_two(target: int, source: int, size: int) -> float:
+    """Return the seconds of one copy, half of it by each of two threads."""
+    half = size // 2
+    parts = [(target, source, half), (target + half, source + half, size - half)]
+    threads = [threading.Thread(target=ctypes.memmove, args=part) for part in parts]
+    begun = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     return time.perf_counter() - begun
 
 
@@ -113,8 +131,8 @@ class TwoCopies:
             process.join(30)
 
 
-def make_driver(model: str, run_dir: str) -> Driver:
-    """Return the driver of both engines, each in a worker."""
+def make_driver(model: str, run_dir: str, *, direct: bool = True, threads: int = 1) -> Driver:
+    """Return the driver of both engines, each in a worker with so many threads."""
     same = {"model": model, "place": RankSpec(device="cpu"), "dtype": "bfloat16", "deterministic": False}
     specs = {
         "fsdp": EngineSpec(backend="fsdp", role="train", optim=OptimSpec(lr=1e-4), **same),
@@ -127,17 +145,21 @@ def make_driver(model: str, run_dir: str) -> Driver:
         registry=registry,
         run_dir=run_dir,
         inline="never",
+        transfer_options={"shm": {"direct": direct}},
+        env={"OMP_NUM_THREADS": str(threads)},
     )
 
 
-async def measure(model: str, size: int, repeats: int, vocabulary: int) -> dict[str, object]:
-    """Take all repeats and return what was seen."""
+async def measure(
+    model: str, size: int, repeats: int, vocabulary: int, *, direct: bool, threads: int
+) -> dict[str, object]:
+    """Take all repeats of one case and return what was seen."""
     limit = TwoCopies(size)
     (_a, source), (_b, target) = buffer(size), buffer(size)
-    rows: dict[str, list[float]] = {"push": [], "memcpy": [], "two_copies": [], "empty_call": []}
+    rows: dict[str, list[float]] = {name: [] for name in ("push", *PLAIN, "empty_call")}
     phases, count = [], 0
     with tempfile.TemporaryDirectory() as run_dir:
-        async with make_driver(model, run_dir) as driver:
+        async with make_driver(model, run_dir, direct=direct, threads=threads) as driver:
             await driver.infer["hf"].resume("1.0")
 
             async def push():
@@ -153,7 +175,8 @@ async def measure(model: str, size: int, repeats: int, vocabulary: int) -> dict[
                 seconds, report = await push()
                 rows["push"].append(seconds)
                 phases.append(dict(report.seconds))
-                rows["memcpy"].append(memcpy(target, source, size))
+                rows["memcpy_1"].append(memcpy(target, source, size))
+                rows["memcpy_2"].append(memcpy_by_two(target, source, size))
                 rows["two_copies"].append(limit.run())
                 begun = time.perf_counter()
                 await driver.infer["hf"].health()
@@ -165,15 +188,17 @@ async def measure(model: str, size: int, repeats: int, vocabulary: int) -> dict[
             await push()
             checksum = await setting.digest(driver.transfer("fsdp", "hf"))
     median = {name: statistics.median(values) for name, values in rows.items()}
+    assert report.details["direct"] == float(direct), "the other path was taken"
     return {
+        "direct": direct,
+        "threads_of_each_worker": threads,
         "bytes": report.bytes,
         "first_seconds": first,
         "seconds": rows,
         "phases_median_seconds": {name: statistics.median(row[name] for row in phases) for name in phases[0]},
         "median_seconds": median,
-        "gb_per_s": {name: report.bytes / 1e9 / median[name] for name in ("push", "memcpy", "two_copies")},
-        "push_to_memcpy_bandwidth": median["memcpy"] / median["push"],
-        "push_to_two_copies_bandwidth": median["two_copies"] / median["push"],
+        "gb_per_s": {name: report.bytes / 1e9 / median[name] for name in ("push", *PLAIN)},
+        "push_bandwidth_to": {name: median[name] / median["push"] for name in PLAIN},
         "checksum_after_a_step_and_an_update": checksum,
     }
 
@@ -183,19 +208,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=12)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    result = setting.head("shm.py", "setting.py") | {"threads_of_each_side": os.environ["OMP_NUM_THREADS"]}
-    result |= {"bucket_mb": ShmTransfer.BUCKET_MB, "slots": SLOTS}
+    result = setting.head("shm.py", "setting.py") | {"bucket_mb": ShmTransfer.BUCKET_MB, "slots": SLOTS, "cases": {}}
     with tempfile.TemporaryDirectory() as folder:
         size = write_model(Path(folder), tiny=args.tiny)
-        result |= asyncio.run(measure(folder, size, args.repeats, 512 if args.tiny else 151936))
+        for name, (direct, threads) in CASES.items():
+            case = asyncio.run(
+                measure(folder, size, args.repeats, 512 if args.tiny else 151936, direct=direct, threads=threads)
+            )
+            result["cases"][name] = case
+            print(name, "GB/s", {key: round(rate, 2) for key, rate in case["gb_per_s"].items()})
+            print("  bandwidth of a push to", {key: round(rate, 3) for key, rate in case["push_bandwidth_to"].items()})
     setting.write(args.out, result)
-    for name in ("bytes", "first_seconds", "median_seconds", "phases_median_seconds", "gb_per_s"):
-        print(name, result[name])
-    print("of memcpy's bandwidth:", round(result["push_to_memcpy_bandwidth"], 3))
-    print("of the limit's:", round(result["push_to_two_copies_bandwidth"], 3))
 
 
 if __name__ == "__main__":
