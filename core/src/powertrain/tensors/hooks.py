@@ -56,7 +56,7 @@ SHM = TransferSpec(
     sink="powertrain.tensors.shm:ShmSink",
     reach=("host", "process"),
     rank=20,
-    summary="one staging area in shared memory, written once by the trainer's ranks and read by every engine",
+    summary="one host: engines read the trainer's own memory, or else a staging area that its ranks write in place",
     options=(
         OptionSpec(
             name="direct",
