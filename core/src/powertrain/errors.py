@@ -13,10 +13,13 @@ class PowertrainError(Exception):
     """Base of all errors raised by powertrain; catch it to catch them all.
 
     facts: values for the attributes that the error's class declares. during: the command of a series that it came
-    from, where it came from a rank that ran one.
+    from, where it came from a rank that ran one. engine: the name of the engine whose call raised it, if one did.
+    beside: the other faults where several calls at once have failed.
     """
 
     during = ""
+    engine = ""
+    beside: tuple[BaseException, ...] = ()
 
     def __init__(self, message: str = "", **facts: object) -> None:
         super().__init__(message)
@@ -109,10 +112,14 @@ class HandshakeError(WorkerError):
 
 
 class TransferError(PowertrainError, RuntimeError):
-    """A weight update failed; `phase` says where, `unfit` names the sinks that must be healed."""
+    """A weight update failed; `phase` says where, `unfit` names the sinks that must be healed.
+
+    failed: the sinks whose own fault it was; empty where it was the trainer's, or nobody's.
+    """
 
     phase = ""
     unfit: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
 
 
 class CheckpointError(PowertrainError, RuntimeError):

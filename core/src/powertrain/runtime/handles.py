@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final
 
-from powertrain.errors import DeadlineError, WorkerError
+from powertrain.errors import DeadlineError, PowertrainError, WorkerError
 from powertrain.runtime import wire
 from powertrain.runtime.host import METHODS, EngineHost
 
@@ -50,9 +50,14 @@ class Handle(ABC):
 
         deadline: seconds; `DeadlineError` names the engine, the ranks that are silent, and the method. Cancelling the
         call cancels an inference engine's coroutine; a training engine finishes the work and the result is dropped.
-        Errors come as `powertrain.runtime.wire.rebuilt` makes them; a dead rank is a `WorkerError`.
+        Errors come as `powertrain.runtime.wire.rebuilt` makes them; a dead rank is a `WorkerError`. Their `engine` is
+        this one's name.
         """
-        answers = await self._collect(method, [args], deadline)
+        try:
+            answers = await self._collect(method, [args], deadline)
+        except PowertrainError as exc:
+            exc.engine = self.name
+            raise
         for name, given in args if method == "series" else [(method, args)]:
             if name == "resume" and given and given[0] is not None:
                 self.version = str(given[0])

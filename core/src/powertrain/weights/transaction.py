@@ -7,6 +7,7 @@ version or unfit, the engines that are fit are resumed, and the next update can 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -30,11 +31,16 @@ _LOAD: Final = ("endpoint.call", ())
 
 
 async def together(calls: Iterable[Awaitable[Any]]) -> list[Any]:
-    """Await all calls at once, wait for all of them, then raise the first fault: none is left running behind."""
+    """Await all calls at once, wait for all of them, then raise the first fault: none is left running behind.
+
+    The other faults stand `beside` it.
+    """
     answers = await asyncio.gather(*calls, return_exceptions=True)
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise answer
+    faults = [answer for answer in answers if isinstance(answer, BaseException)]
+    if faults:
+        if isinstance(faults[0], PowertrainError):
+            faults[0].beside += tuple(faults[1:])
+        raise faults[0]
     return answers
 
 
@@ -93,7 +99,8 @@ async def run_update(transfer: Transfer, update: Update, *, deadline: float, pau
             + (f"; unfit until the next update: {', '.join(unfit)}" if unfit else "")
             + ("" if ahead or unfit else "; every engine kept its old version")
         )
-        raise TransferError(message, phase=phase, unfit=tuple(unfit)) from exc
+        failed = _at_fault(exc, transfer.source, sinks)
+        raise TransferError(message, phase=phase, unfit=tuple(unfit), failed=failed) from exc
     return TransferReport(
         transfer=transfer.name,
         version=update.version,
@@ -102,6 +109,25 @@ async def run_update(transfer: Transfer, update: Update, *, deadline: float, pau
         sinks=len(sinks),
         total_seconds=meter.total(),
     )
+
+
+def _at_fault(exc: BaseException, source: EngineHandle, sinks: Sequence[EngineHandle]) -> tuple[str, ...]:
+    """Name the sinks whose fault a failure is: those that failed and blame nobody, else those that are blamed.
+
+    None where the trainer is one of these. An error blames the engines whose ranks its text names, beside its own.
+    """
+    own, blamed = set(), set()
+    faults = [exc]
+    for fault in faults:
+        faults += getattr(fault, "beside", ())
+        engine, text = getattr(fault, "engine", ""), getattr(fault, "who", "") or str(fault)
+        named = {one.name for one in (source, *sinks) if re.search(rf"(?<![\w/.-]){re.escape(one.name)} rank \d", text)}
+        named |= {source.name} if "trainer rank " in text else set()
+        blamed |= named - {engine}
+        if engine and not named - {engine}:
+            own.add(engine)
+    found = own or blamed
+    return () if source.name in found else tuple(sink.name for sink in sinks if sink.name in found)
 
 
 async def _load_at_once(
