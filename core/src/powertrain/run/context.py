@@ -61,14 +61,15 @@ class RunContext:
     async def push(self, train: str, infer: str) -> TransferReport:
         """Publish a training part's weights, or its adapter, under the next version; the report names it.
 
-        pause_mode is the configuration's. Errors as `powertrain.runtime.driver.Driver.push`.
+        pause_mode and on_sink_failure are the configuration's. Errors as `powertrain.runtime.driver.Driver.push`.
         """
         version = self.versions.next()
         adapter: dict[str, Any] = {}
         if spec := self.config.lora:
             config = adapter_config(spec, base_model=self.config["model"])
             adapter = {"kind": "adapter", "adapter": version.adapter_name(spec.name), "adapter_config": config}
-        return await self.driver.push(train, infer, version, pause_mode=self.config["pause_mode"], **adapter)
+        how = {key: self.config[key] for key in ("pause_mode", "on_sink_failure")}
+        return await self.driver.push(train, infer, version, **how, **adapter)
 
 
 def make_driver(

@@ -55,6 +55,7 @@ CORE_OPTIONS: Final = (
     OptionSpec(name="lora", type="mapping", help="train an adapter in place of all weights; null for full training"),
     OptionSpec(name="optim", type="mapping", default={}, help="AdamW and its learning rate"),
     OptionSpec(name="pause_mode", default="wait", choices=("abort", "wait", "keep"), help="requests during an update"),
+    OptionSpec(name="on_sink_failure", default="fail", choices=("fail", "evict"), help="one engine fails in an update"),
     OptionSpec(name="inline", default="auto", choices=("auto", "never"), help="engines of one rank in this process"),
     OptionSpec(name="launcher", default="local", help="what starts the workers"),
     OptionSpec(name="launcher_options", type="mapping", default={}, help="the launcher's own options"),

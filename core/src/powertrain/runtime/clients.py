@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from powertrain.errors import StateError
+from powertrain.errors import StateError, UnfitError, WorkerError
 from powertrain.runtime.host import METHODS
 from powertrain.weights.transaction import together
 
@@ -31,6 +32,11 @@ class _Client:
         self.handles = tuple(handles)
         self._timeouts = timeouts
 
+    @property
+    def serving(self) -> tuple[Handle, ...]:
+        """The engines that calls go to."""
+        return self.handles
+
     def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
         if name not in METHODS[self.handles[0].role]:
             message = f"a client of {self.handles[0].name} has no {name!r}"
@@ -44,7 +50,7 @@ class _Client:
     async def _every(self, method: str, *args: Any) -> list[list[Any]]:
         """Call all engines, wait for all, then raise the first error: none is left half way behind the caller."""
         deadline = self._timeouts[_LIMITS.get(method, "update")]
-        return await together(handle.call(method, *args, deadline=deadline) for handle in self.handles)
+        return await together(handle.call(method, *args, deadline=deadline) for handle in self.serving)
 
 
 _CHANGING: Final = frozenset({"train_step", "load", "offload", "onload", "close"})
@@ -109,16 +115,26 @@ class InferPool(_Client):
     `resume_memory` and `close`, with the arguments of `InferEngine`'s. timeouts: as `TIMEOUTS`; "generate" for a
     request, waiting in a paused engine included, and for `pause`, else "update". A request to an engine that died
     raises `WorkerError`. The answers of rank 0 count.
+
+    updating: held while an update of these engines runs. out: names of engines that an update has taken out of the set
+    until they are healed; nothing is asked of them, and a request that one of them lost is asked of another.
     """
 
     def __init__(self, handles: Sequence[Handle], timeouts: Mapping[str, float] = TIMEOUTS) -> None:
         super().__init__(handles, timeouts)
-        self._load = [0] * len(self.handles)
+        self.updating = asyncio.Lock()
+        self.out: set[str] = set()
+        self._load: Counter[str] = Counter()
+
+    @property
+    def serving(self) -> tuple[Handle, ...]:
+        """The engines that calls go to: those that no update has taken out."""
+        return tuple(handle for handle in self.handles if handle.name not in self.out)
 
     @property
     def version(self) -> str:
         """The weight version that all engines carry, "0.0" before the first; StateError while they differ."""
-        found = {handle.version or "0.0" for handle in self.handles}
+        found = {handle.version or "0.0" for handle in self.serving}
         if len(found) > 1:
             message = f"the engines carry different weight versions: {', '.join(sorted(found))}; an update is under way"
             raise StateError(message)
@@ -126,8 +142,7 @@ class InferPool(_Client):
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Answer one request by the engine that has the fewest in flight; cancelling aborts it."""
-        index = min(range(len(self.handles)), key=self._load.__getitem__)
-        return await self._ask(index, "generate", request, weight=1)  # type: ignore[no-any-return]
+        return await self._ask(self._idlest(), "generate", request, weight=1)  # type: ignore[no-any-return]
 
     async def generate_batch(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         """Answer several requests, in their order. Request i goes to engine i % n, each share as one batch.
@@ -135,9 +150,10 @@ class InferPool(_Client):
         The dealing depends on nothing else, so equal batches give equal results. When one engine fails, the other
         shares are cancelled and the error is raised.
         """
-        n = len(self.handles)
-        shares = [list(requests[i::n]) for i in range(min(n, len(requests)))]
-        asked = [self._ask(i, "generate_batch", share, weight=len(share)) for i, share in enumerate(shares)]
+        serving = self.serving
+        n = len(serving)
+        shares = [(handle, list(requests[i::n])) for i, handle in enumerate(serving[: len(requests)])]
+        asked = [self._ask(handle, "generate_batch", share, weight=len(share)) for handle, share in shares]
         parts = await all_or_none(asked)
         return [parts[i % n][i // n] for i in range(len(requests))]
 
@@ -149,12 +165,20 @@ class InferPool(_Client):
         """Return the plain facts of every engine's rank 0."""
         return [answers[0] for answers in await self._every("health")]
 
-    async def _ask(self, index: int, method: str, request: Any, *, weight: int) -> Any:
-        self._load[index] += weight
+    def _idlest(self) -> Handle:
+        return min(self.serving, key=lambda handle: self._load[handle.name])
+
+    async def _ask(self, handle: Handle, method: str, request: Any, *, weight: int) -> Any:
+        self._load[handle.name] += weight
         try:
-            return (await self.handles[index].call(method, request, deadline=self._timeouts["generate"]))[0]
+            return (await handle.call(method, request, deadline=self._timeouts["generate"]))[0]
+        except (WorkerError, UnfitError):
+            async with self.updating:  # at the end of an update it shows whether the engine is still one of the set
+                if handle in self.serving:
+                    raise
         finally:
-            self._load[index] -= weight
+            self._load[handle.name] -= weight
+        return await self._ask(self._idlest(), method, request, weight=weight)
 
 
 async def all_or_none(work: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:

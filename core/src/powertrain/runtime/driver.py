@@ -12,10 +12,11 @@ import threading
 import time
 from collections.abc import Awaitable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from powertrain.errors import ConfigError, DeadlineError, PowertrainError, StateError
+from powertrain.errors import ConfigError, DeadlineError, PowertrainError, StateError, TransferError
 from powertrain.interfaces.launcher import ProcessSpec
 from powertrain.options import resolve
 from powertrain.runtime.clients import TIMEOUTS, InferPool, TrainClient, all_or_none
@@ -93,7 +94,8 @@ class Driver:
         for plan in self.plans:
             self._environments(plan)
         self._transfers: dict[tuple[str, str], Transfer] = {}
-        self._pushing: dict[str, asyncio.Lock] = {}
+        self._placed: dict[str, EnginePlan] = {}
+        self._restarts: dict[str, asyncio.Task[None]] = {}
         self._ending = threading.Lock()
         self._channel: DriverChannel | None = None
         self._launcher: Launcher | None = None
@@ -145,18 +147,42 @@ class Driver:
         return self._transfers[key]
 
     async def push(
-        self, train: str, infer: str, version: WeightVersion, *, pause_mode: str = "wait", **update: Any
+        self,
+        train: str,
+        infer: str,
+        version: WeightVersion,
+        *,
+        pause_mode: str = "wait",
+        on_sink_failure: str = "fail",
+        **update: Any,
     ) -> TransferReport:
         """Move the training part's weights into the inference part under a new version; `update`: more of `Update`.
 
         Pushes to one part wait for each other, and a training step waits for a push. Errors as
-        `powertrain.weights.transaction.run_update`.
+        `powertrain.weights.transaction.run_update`. on_sink_failure: "fail", or "evict": while other engines are left,
+        one that fails is taken out of the set, the others are updated anew and published, and it is started again; the
+        first update that it then takes part in brings it back. The report's details count those that are out.
         """
-        transfer = self.transfer(train, infer)
-        async with self._pushing.setdefault(infer, asyncio.Lock()), self.train[train].still:
-            return await transfer.push(
-                Update(version=version, **update), deadline=self.timeouts["update"], pause_mode=pause_mode
-            )
+        transfer, pool = self.transfer(train, infer), self.infer[infer]
+        async with pool.updating, self.train[train].still:
+            transfer.sinks = [handle for handle in pool.handles if self._back(handle.name, pool)]
+            while True:
+                try:
+                    report = await transfer.push(
+                        Update(version=version, **update), deadline=self.timeouts["update"], pause_mode=pause_mode
+                    )
+                    break
+                except TransferError as exc:
+                    lost = [handle for handle in transfer.sinks if handle.name in exc.failed]
+                    if on_sink_failure != "evict" or not lost or len(lost) == len(transfer.sinks):
+                        raise
+                    _LOG.warning("%s; taken out and started again: %s", exc, ", ".join(one.name for one in lost))
+                    for handle in lost:
+                        pool.out.add(handle.name)
+                        self._restarts[handle.name] = asyncio.create_task(self._restart(handle.name, pool))
+                    transfer.sinks = [handle for handle in transfer.sinks if handle not in lost]
+            pool.out -= {handle.name for handle in transfer.sinks}
+        return replace(report, details={**report.details, "evicted": float(len(pool.out))})
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -167,6 +193,7 @@ class Driver:
 
     async def _start(self, end: float) -> None:
         placed = [plan.placed() for plan in self.plans]
+        self._placed = {plan.name: plan for plan in placed}
         envs = {plan.name: self._environments(plan) for plan in placed}
         here, apart = ([plan for plan in placed if plan.inline == inline] for inline in (True, False))
         if apart:
@@ -197,14 +224,45 @@ class Driver:
             else:
                 self.infer[part.label] = InferPool(handles, self.timeouts)
 
+    def _back(self, name: str, pool: InferPool) -> bool:
+        """Tell whether an engine takes part in an update; one whose start has failed is started once more."""
+        task = self._restarts.get(name)
+        if name not in pool.out or task is None:
+            return True
+        if task.done() and (why := task.exception()):
+            _LOG.warning("engine %s could not be started again: %s", name, why)
+            self._restarts[name] = asyncio.create_task(self._restart(name, pool))
+        return task.done() and task is self._restarts[name]
+
+    async def _restart(self, name: str, pool: InferPool) -> None:
+        """End an engine's workers, whatever state they are in, and start and build it anew."""
+        assert self._launcher is not None
+        assert self._channel is not None
+        left = [one.name for one in self._launcher.status() if one.name in self._placed[name].workers]
+        await asyncio.to_thread(self._launcher.stop, left, grace=FAILED_GRACE)
+        plan = self._placed[name] = replace(self._placed[name], life=self._placed[name].life + 1).placed()
+        envs = self._environments(plan)
+        end = time.monotonic() + self.timeouts["start"]
+        await self._launch([(plan, [env for env, _ in envs])], end)
+        handle = self.handles[name] = WorkerHandle(name, plan.part.role, self._channel, plan.workers)
+        await handle.open(plan.specs, [asked for _, asked in envs], deadline=max(0.0, end - time.monotonic()))
+        pool.handles = tuple(handle if other.name == name else other for other in pool.handles)
+
     async def _start_workers(self, plans: list[tuple[EnginePlan, list[dict[str, str]]]], end: float) -> None:
-        """Start all workers and wait until they have registered; one that dies is told with the end of its log."""
+        """Make the launcher and the channel, and start all workers."""
         from powertrain.runtime.channel import DriverChannel
 
         made = self._registry.load_class(self._launcher_spec)
-        launcher = self._launcher = made(self._launcher_options, logs=str(self._logs))
-        channel = self._channel = DriverChannel(launcher.status)
+        self._launcher = made(self._launcher_options, logs=str(self._logs))
+        self._channel = DriverChannel(self._launcher.status)
         atexit.register(self._end_workers)
+        await self._launch(plans, end)
+
+    async def _launch(self, plans: list[tuple[EnginePlan, list[dict[str, str]]]], end: float) -> None:
+        """Start workers and wait until they have registered; one that dies is told with the end of its log."""
+        launcher, channel = self._launcher, self._channel
+        assert launcher is not None
+        assert channel is not None
         expected: dict[str, Future[Any]] = {}
         processes = []
         for plan, envs in plans:
@@ -224,6 +282,9 @@ class Driver:
             raise DeadlineError(message, who=late, what="start", seconds=self.timeouts["start"]) from exc
 
     async def _close(self) -> None:
+        for task in self._restarts.values():
+            task.cancel()
+        await asyncio.gather(*self._restarts.values(), return_exceptions=True)
         async with contextlib.AsyncExitStack() as stack:  # last in, first out; each runs whatever the others do
             stack.push_async_callback(asyncio.to_thread, self._end_workers)
             for handle in self.handles.values():

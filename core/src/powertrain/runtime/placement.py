@@ -33,7 +33,7 @@ class EnginePlan:
 
     name: unique in the run. specs: one for each rank, in rank order. inline: it lives in the driver's process.
     slots: card of each rank. python: interpreter of its workers. needs: the variables that the backend asks for.
-    port: of the engine's own, once placed.
+    port: of the engine's own, once placed. life: how often it was started again.
     """
 
     name: str
@@ -44,11 +44,13 @@ class EnginePlan:
     python: str
     needs: Mapping[str, Any]
     port: int = 0
+    life: int = 0
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """Names of its worker processes, also of their logs."""
-        return tuple(f"{self.name.replace('/', '-')}-r{spec.place.rank}" for spec in self.specs)
+        """Names of its worker processes, also of their logs; others in each life."""
+        life = f".{self.life}" if self.life else ""
+        return tuple(f"{self.name.replace('/', '-')}-r{spec.place.rank}{life}" for spec in self.specs)
 
     def placed(self) -> EnginePlan:
         """Return the plan with a port of its own, on loopback, where its ranks are to meet."""
