@@ -16,12 +16,13 @@ class Engine:
     name: str
     fault: Exception | None = None
     version: str | None = "1.0"
+    unfit: bool = False
 
     async def call(self, method, *args, deadline):
         if method == "endpoint.call" and self.fault is not None:
             self.fault.engine = self.name
             raise self.fault
-        return ["steady"]
+        return [[(0.0, None), (0.0, "steady"), (0.0, "1.0")]]
 
 
 class Moves:

@@ -72,7 +72,11 @@ class InferEngine(Stateful, ABC):
 
     @abstractmethod
     async def pause(self, mode: str = "wait") -> None:
-        """Stop taking steps, in one of `PAUSE_MODES`; returns when nothing is running any more. Idempotent."""
+        """Stop taking steps, in one of `PAUSE_MODES`; returns when nothing is running any more. Idempotent.
+
+        A sleeping engine takes its memory again, as by `resume_memory`: an update finds room for the weights whether
+        or not anybody woke the engine before it, and `resume` lets it answer.
+        """
 
     @abstractmethod
     async def resume(self, version: str | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ class EngineHandle(Protocol):
     """Unique in the run, such as `actor` or `rollout/1`."""
     version: str | None
     """The weight version that it was last resumed with; meaningful for inference engines."""
+    unfit: bool
+    """A failed update has left it neither old nor new, or out of reach; the next `resume` that goes well ends that."""
 
     async def call(self, method: str, *args: Any, deadline: float) -> list[Any]:
         """Call a method of every rank's host and return the answers in rank order; one failing rank fails the call.
@@ -63,6 +66,7 @@ class Transfer(ABC):
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         self.name = name
         self.options = options
+        self._one_at_a_time = asyncio.Lock()
 
     @abstractmethod
     async def plan(self, source: EngineHandle, sinks: Sequence[EngineHandle], *, deadline: float) -> TransferPlan:
@@ -94,7 +98,15 @@ class Transfer(ABC):
         """Free endpoints and shared memory on all ranks; may be called twice, also after a failure."""
 
     async def push(self, update: Update, *, deadline: float, pause_mode: str = "wait") -> TransferReport:
-        """Run one update from pause to resume; see `powertrain.weights.transaction.run_update`."""
+        """Run one update from pause to resume; see `powertrain.weights.transaction.run_update`.
+
+        Updates of one transfer wait for each other.
+        """
+        async with self._one_at_a_time:
+            return await self._push(update, deadline=deadline, pause_mode=pause_mode)
+
+    async def _push(self, update: Update, *, deadline: float, pause_mode: str) -> TransferReport:
+        """Run one update, with nobody else's beside it; for a subclass that does something before it or after it."""
         from powertrain.weights.transaction import run_update
 
         return await run_update(self, update, deadline=deadline, pause_mode=pause_mode)

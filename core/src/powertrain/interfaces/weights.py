@@ -56,7 +56,12 @@ class WeightSink(ABC):
     States: steady -> updating -> finished -> steady. `abort` before the first write goes back to steady with the old
     version; after it, also from finished, the sink is unfit until another update has finished. All methods run in
     the engine's worker while the engine is paused, one at a time.
+
+    version: text of the version that is published; None from a sink that does not tell. A driver that could not hear
+    how an update ended asks for it.
     """
+
+    version: str | None = None
 
     @property
     @abstractmethod

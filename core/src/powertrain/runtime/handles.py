@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final
 
-from powertrain.errors import DeadlineError, PowertrainError, WorkerError
+from powertrain.errors import DeadlineError, PowertrainError, UnfitError, WorkerError
 from powertrain.runtime import wire
 from powertrain.runtime.host import METHODS, EngineHost
 
@@ -31,10 +31,12 @@ class Handle(ABC):
     inline, so that a transfer within one process can share tensors.
 
     One failing rank fails the call. The engine goes on when every rank raised the same error (a refused argument);
-    when ranks differ, hang or die it is failed: every later call but "close" and "health" says so at once. So it is
-    after a training method that passed its deadline, since its thread may still be in it, and after any call that did
-    so on a rank that gives no sign of life. `version`: the weight
-    version of the last `resume` that gave one. `inline`: it lives in this process.
+    when one dies, or ranks differ or hang in a method of the engine's own, it is failed: every later call but "close"
+    and "health" says so at once. So it is after a training method that passed its deadline, since its thread may still
+    be in it; and after any call that did so on a rank that gives no sign of life, for as long as it gives none.
+    `version`: the weight version of the last `resume` that gave one. `unfit`: an update that failed could not bring the
+    engine to a clean state; requests are refused until the next `resume` that goes well. `inline`: it lives in this
+    process.
     """
 
     inline = False
@@ -44,6 +46,8 @@ class Handle(ABC):
         self.role = role
         self.failed = ""
         self.version: str | None = None
+        self.unfit = False
+        self._until_heard = False
 
     async def call(self, method: str, *args: Any, deadline: float) -> list[Any]:
         """Call one command of `EngineHost.submit` on every rank; return the answers in rank order.
@@ -54,13 +58,17 @@ class Handle(ABC):
         this one's name.
         """
         try:
+            if self.unfit and method in {"generate", "generate_batch"}:
+                message = f"engine {self.name!r} is unfit since an update of its weights failed; the next one heals it"
+                raise UnfitError(message)
             answers = await self._collect(method, [args], deadline)
         except PowertrainError as exc:
             exc.engine = self.name
             raise
         for name, given in args if method == "series" else [(method, args)]:
-            if name == "resume" and given and given[0] is not None:
-                self.version = str(given[0])
+            if name == "resume":
+                self.unfit = False
+                self.version = self.version if not given or given[0] is None else str(given[0])
         return answers
 
     async def open(self, specs: Sequence[EngineSpec], envs: Sequence[Mapping[str, str]], *, deadline: float) -> None:
@@ -80,6 +88,8 @@ class Handle(ABC):
         return {}
 
     async def _collect(self, method: str, args: Sequence[Sequence[Any]], deadline: float) -> list[Any]:
+        if self._until_heard and not self.quiet():
+            self.failed, self._until_heard = "", False
         if self.failed and method not in {"close", "health"}:
             message = f"engine {self.name!r} is not usable any more: {self.failed}"
             raise WorkerError(message, worker=self.name)
@@ -109,8 +119,9 @@ class Handle(ABC):
         if quiet:
             ranks = ", ".join(map(str, quiet))
             message += f"; no sign of life from rank {ranks} for {max(quiet.values()):.0f} s"
-        if quiet or method == "open" or (self.role == "train" and method in METHODS["train"]):
-            self.failed = message
+        lasting = method == "open" or (self.role == "train" and method in METHODS["train"])
+        if (quiet or lasting) and not self.failed:
+            self.failed, self._until_heard = message, not lasting
         return DeadlineError(message, who=who, what=method, seconds=deadline)
 
     def _fault(
@@ -119,14 +130,15 @@ class Handle(ABC):
         told = {}
         for rank, exc in errors.items():
             if not isinstance(exc, wire.RankFault):
-                self.failed = str(exc)
+                self.failed, self._until_heard = str(exc), False
                 return exc
             told[rank] = exc.fault
         rank, first = next(iter(told.items()))
         error = wire.rebuilt(first, engine=self.name, rank=rank)
         apart = alone or not wire.same(list(told.values()))
-        if missing or (apart and method in {*METHODS[self.role], "open"}):
+        if (missing or apart) and method in {*METHODS[self.role], "open"}:
             where = f"rank {', '.join(map(str, missing))} did not answer" if missing else "the other ranks did not"
+            self._until_heard = False
             self.failed = f"{method!r} failed on rank {rank} where {where}: {error}"
         error.__cause__ = errors[rank].__cause__  # inline: the engine's own error
         return error

@@ -30,7 +30,7 @@ METHODS: Final = {
 """Methods of an engine that the driver may call."""
 WEIGHTS: Final = {
     "train": ("manifest", "changes", "fence"),
-    "infer": ("manifest", "state", "begin", "finish", "abort"),
+    "infer": ("manifest", "state", "version", "begin", "finish", "abort"),
 }
 """Methods of a weight source and of a weight sink that the driver may call, as `weights.<name>`."""
 CLOSE_SECONDS: Final = 20.0

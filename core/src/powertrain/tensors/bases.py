@@ -140,11 +140,11 @@ class DeltaTransfer(PlannedTransfer):
             self._made = self._made[0], plan
         return plan
 
-    async def push(self, update: Update, *, deadline: float, pause_mode: str = "wait") -> TransferReport:
+    async def _push(self, update: Update, *, deadline: float, pause_mode: str) -> TransferReport:
         """Run one update; only one that ends well is what the next may build on."""
         self._last, self._base = self._base, ""
         self.tally.clear()
-        report = await super().push(update, deadline=deadline, pause_mode=pause_mode)
+        report = await super()._push(update, deadline=deadline, pause_mode=pause_mode)
         if self.delta == "off" or update.kind != "full":
             return report
         self._base = str(update.version)

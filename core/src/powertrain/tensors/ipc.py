@@ -243,10 +243,10 @@ class IpcTransfer(PlannedTransfer):
             turn.close()
         self._opened = None
 
-    async def push(self, update: Update, *, deadline: float, pause_mode: str = "wait") -> TransferReport:
+    async def _push(self, update: Update, *, deadline: float, pause_mode: str) -> TransferReport:
         """Run one update; after one that failed the next opens everything anew."""
         try:
-            return await super().push(update, deadline=deadline, pause_mode=pause_mode)
+            return await super()._push(update, deadline=deadline, pause_mode=pause_mode)
         except BaseException:
             self._forget()
             raise

@@ -59,14 +59,14 @@ class PlannedTransfer(Transfer):
             self._made = manifests, plan_transfer(manifests[0], manifests[1:], bucket_bytes=self.bucket_bytes)
         return self._made[1]
 
-    async def push(self, update: Update, *, deadline: float, pause_mode: str = "wait") -> TransferReport:
+    async def _push(self, update: Update, *, deadline: float, pause_mode: str) -> TransferReport:
         """Run one update; see `Transfer.push`."""
         self._pushes += 1
         held, self._held = self._held, []
         if self._made is not None and self._made[1].kind == update.kind:
             self._held = held
         try:
-            report = await super().push(update, deadline=deadline, pause_mode=pause_mode)
+            report = await super()._push(update, deadline=deadline, pause_mode=pause_mode)
         except BaseException:
             self._held = []
             raise

@@ -272,9 +272,9 @@ class ShmTransfer(PlannedTransfer):
         self._offers: list[Any] | None = None
         self._told = False
 
-    async def push(self, update: Update, *, deadline: float, pause_mode: str = "wait") -> TransferReport:
+    async def _push(self, update: Update, *, deadline: float, pause_mode: str) -> TransferReport:
         """Run one update; its report's `direct` is 1 where nothing was staged."""
-        report = await super().push(update, deadline=deadline, pause_mode=pause_mode)
+        report = await super()._push(update, deadline=deadline, pause_mode=pause_mode)
         return replace(report, details={**report.details, "direct": float(self._offers is not None)})
 
     async def move(self, plan: TransferPlan, update: Update, meter: Any, *, deadline: float) -> None:

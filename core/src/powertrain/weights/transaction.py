@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from powertrain.errors import PowertrainError, TransferError
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _PHASES: Final = {
     "pause": "pause",
+    "weights.abort": "make_room",
     "weights.begin": "make_room",
     "endpoint.call": "load",
     "weights.finish": "finish",
@@ -48,59 +50,33 @@ async def _each(handles: Sequence[EngineHandle], method: str, *args: Any, deadli
     await together(handle.call(method, *args, deadline=deadline) for handle in handles)
 
 
+@dataclass
+class _Reached:
+    """How far an update has come. paused: engines may be. finished: all sinks have, so that it can be published."""
+
+    paused: bool = False
+    finished: bool = False
+
+
 async def run_update(transfer: Transfer, update: Update, *, deadline: float, pause_mode: str) -> TransferReport:
     """Run one update through `transfer` and return its report.
 
     Called by the driver, one update at a time for a set of sinks. deadline: seconds for each step, at the end of
     which the step fails with an error that names the rank. Raises `TransferError` naming the phase and the unfit
-    sinks; the old version stays published.
+    sinks; the old version stays published. Once every sink has finished, publishing is carried to its end whatever
+    happens. A cancel is raised when all that is to be done after it has been done, however often it comes.
     """
-    meter = Meter()
-    sinks = transfer.sinks
-    begun = False
+    meter, reached, sinks = Meter(), _Reached(), transfer.sinks
     try:
-        with meter.phase("make_room"):
-            plan = await transfer.plan(transfer.source, sinks, deadline=deadline)
-        with meter.phase("gather"):
-            loads = await transfer.gather(plan, update, deadline=deadline)
-        if loads is None:
-            with meter.phase("pause"):
-                await _each(sinks, "pause", pause_mode, deadline=deadline)
-            begun = True
-            with meter.phase("make_room"):
-                await _each(sinks, "weights.begin", update, deadline=deadline)
-            await transfer.move(plan, update, meter, deadline=deadline)
-            with meter.phase("finish"):
-                await _each(sinks, "weights.finish", deadline=deadline)
-            published = False
-        else:
-            begun = True
-            published = len(sinks) == 1 == len(plan.reads[0])  # once the only rank has finished, all have
-            series: list[Command] = [
-                ("pause", [pause_mode]),
-                ("weights.begin", [update]),
-                _LOAD,
-                ("weights.finish", []),
-            ]
-            series += [("resume", [str(update.version)])] if published else []
-            await _load_at_once(sinks, series, loads, meter, deadline)
-        if not published:
-            with meter.phase("resume"):
-                await _each(sinks, "resume", str(update.version), deadline=deadline)
+        await _steps(transfer, update, meter, reached, deadline, pause_mode)
     except BaseException as exc:
-        unfit = await asyncio.shield(_roll_back(sinks, begun=begun, deadline=deadline))
+        unfit, cancelled = await _to_its_end(_roll_back(sinks, update, reached, deadline))
+        if cancelled is not None:
+            raise cancelled from exc
         if not isinstance(exc, PowertrainError | OSError | RuntimeError | ValueError):
             raise
-        phase = _PHASES.get(getattr(exc, "during", ""), meter.failed or meter.current)
-        ahead = [sink.name for sink in sinks if sink.version == str(update.version)]
-        message = (
-            f"update to weight version {update.version} over {transfer.name!r} failed in phase {phase!r}: {exc}"
-            + (f"; answering with it already: {', '.join(ahead)}" if ahead else "")
-            + (f"; unfit until the next update: {', '.join(unfit)}" if unfit else "")
-            + ("" if ahead or unfit else "; every engine kept its old version")
-        )
-        failed = _at_fault(exc, transfer.source, sinks)
-        raise TransferError(message, phase=phase, unfit=tuple(unfit), failed=failed) from exc
+        if unfit or not reached.finished:
+            raise _failure(exc, transfer, update, meter, unfit) from exc
     return TransferReport(
         transfer=transfer.name,
         version=update.version,
@@ -109,6 +85,63 @@ async def run_update(transfer: Transfer, update: Update, *, deadline: float, pau
         sinks=len(sinks),
         total_seconds=meter.total(),
     )
+
+
+async def _steps(
+    transfer: Transfer, update: Update, meter: Meter, reached: _Reached, deadline: float, pause_mode: str
+) -> None:
+    """Go through all phases. What an earlier update has left open, its abort having come too late, is aborted first."""
+    sinks = transfer.sinks
+    opening: list[Command] = [("weights.abort", []), ("weights.begin", [update])]
+    with meter.phase("make_room"):
+        plan = await transfer.plan(transfer.source, sinks, deadline=deadline)
+    with meter.phase("gather"):
+        loads = await transfer.gather(plan, update, deadline=deadline)
+    reached.paused, published = True, False
+    if loads is None:
+        with meter.phase("pause"):
+            await _each(sinks, "pause", pause_mode, deadline=deadline)
+        with meter.phase("make_room"):
+            await _each(sinks, "series", *opening, deadline=deadline)
+        await transfer.move(plan, update, meter, deadline=deadline)
+        with meter.phase("finish"):
+            await _each(sinks, "weights.finish", deadline=deadline)
+    else:
+        published = len(sinks) == 1 == len(plan.reads[0])  # once the only rank has finished, all have
+        series: list[Command] = [("pause", [pause_mode]), *opening, _LOAD, ("weights.finish", [])]
+        series += [("resume", [str(update.version)])] if published else []
+        await _load_at_once(sinks, series, loads, meter, deadline)
+    reached.finished = True
+    if not published:
+        with meter.phase("resume"):
+            await _each(sinks, "resume", str(update.version), deadline=deadline)
+
+
+async def _to_its_end(work: Coroutine[Any, Any, list[str]]) -> tuple[list[str], asyncio.CancelledError | None]:
+    """Await work that no cancel of this task cuts; return its answer, and the last cancel that came meanwhile."""
+    task, cancelled = asyncio.ensure_future(work), None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as exc:
+            cancelled = exc
+    return task.result(), cancelled
+
+
+def _failure(
+    exc: BaseException, transfer: Transfer, update: Update, meter: Meter, unfit: Sequence[str]
+) -> TransferError:
+    """Return the error that tells how an update has failed and what the engines carry now."""
+    phase = _PHASES.get(getattr(exc, "during", ""), meter.failed or meter.current)
+    ahead = [sink.name for sink in transfer.sinks if sink.version == str(update.version)]
+    message = (
+        f"update to weight version {update.version} over {transfer.name!r} failed in phase {phase!r}: {exc}"
+        + (f"; answering with it already: {', '.join(ahead)}" if ahead else "")
+        + (f"; unfit until the next update: {', '.join(unfit)}" if unfit else "")
+        + ("" if ahead or unfit else "; every engine kept its old version")
+    )
+    failed = _at_fault(exc, transfer.source, transfer.sinks)
+    return TransferError(message, phase=phase, unfit=tuple(unfit), failed=failed)
 
 
 def _at_fault(exc: BaseException, source: EngineHandle, sinks: Sequence[EngineHandle]) -> tuple[str, ...]:
@@ -148,19 +181,32 @@ async def _load_at_once(
     meter.bytes += sum(rank[series.index(_LOAD)][1] for rank in ranks)
 
 
-async def _roll_back(sinks: Sequence[EngineHandle], *, begun: bool, deadline: float) -> list[str]:
-    """Abort every sink, resume those that are fit on their old version, and return the names of the others."""
-    unfit = []
-    for sink in sinks:
+async def _roll_back(sinks: Sequence[EngineHandle], update: Update, reached: _Reached, deadline: float) -> list[str]:
+    """Bring every sink that may be paused to a clean state, all at once, and return the names of those left unfit.
+
+    Where all have finished, each is published; else each is aborted, and resumed if it is fit: with its old version,
+    unless it is the only one and has published by itself. One that cannot answer counts as unfit.
+    """
+    version = str(update.version)
+
+    async def settled(sink: EngineHandle) -> bool:
         try:
-            states = ["steady"]
-            if begun:
-                await sink.call("weights.abort", deadline=deadline)
-                states = await sink.call("weights.state", deadline=deadline)
-            if all(state == "steady" for state in states):
-                await sink.call("resume", None, deadline=deadline)
-            else:
-                unfit.append(sink.name)
-        except (PowertrainError, OSError):  # a sink that cannot answer is unfit; the first fault is the one to tell
-            unfit.append(sink.name)
-    return unfit
+            if reached.finished:
+                await sink.call("resume", version, deadline=deadline)
+                return True
+            asked: list[Command] = [(f"weights.{name}", []) for name in ("abort", "state", "version")]
+            ranks = await sink.call("series", *asked, deadline=deadline)
+            if any(rank[1][1] != "steady" for rank in ranks):
+                return False
+            if all(rank[2][1] == version for rank in ranks):
+                sink.version = version
+            await sink.call("resume", None, deadline=deadline)
+        except (PowertrainError, OSError):  # the first fault is the one to tell
+            return False
+        return True
+
+    fit = await asyncio.gather(*(settled(sink) for sink in sinks if reached.paused))
+    unfit = [sink for sink, well in zip(sinks, fit, strict=False) if not well]
+    for sink in unfit:
+        sink.unfit = True
+    return [sink.name for sink in unfit]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from powertrain.errors import ConfigError, UnfitError
+from powertrain.errors import ConfigError, StateError, UnfitError
 from powertrain.interfaces.data import Completion, GenerateResult, Segment, StepResult
 from powertrain.interfaces.infer import InferEngine
 from powertrain.interfaces.train import TrainEngine
@@ -223,7 +223,13 @@ class ToySink(WeightSink):
     def tensors(self):
         return {"w": self.engine.w}
 
+    @property
+    def version(self):
+        return self.engine.facts["version"]
+
     def begin(self, update):
+        if self._state == "updating":
+            raise StateError("an update is open")
         self._state, self.written = "updating", False
 
     def apply(self, pieces):
