@@ -569,3 +569,17 @@ async def test_damaged_changes_on_the_wire_make_the_next_update_whole(join, monk
         patch.setattr(delta, "encode", spoilt)
         await fails(pair, "changed values arrived damaged: a part is written in way 9")
     await healed(pair)
+
+
+@pytest.mark.parametrize("counters", [(1, 1, 2), (1, 2, 1, 3), (1, 2, 3, 2)])
+async def test_a_version_written_again_takes_along_those_that_build_on_it(join, tmp_path, counters):
+    pair, wanted = join("disk", keep=9), {}
+    for seed, counter in enumerate(counters):
+        pair.change(0.01, seed)
+        await pair.transfer.push(Update(version=WeightVersion(1, counter)), deadline=DEADLINE)
+        assert pair.equal()
+        wanted[f"version-1.{counter}"] = whole([rank.weights for rank in pair.world.source.ranks])["embed"]
+        kept = list(tmp_path.glob("*/*/version-*"))
+        assert f"version-1.{counter}" in [path.name for path in kept]
+        for path in kept:
+            assert torch.equal(load_version(path)["embed"].view(torch.int32), wanted[path.name].view(torch.int32))

@@ -303,6 +303,8 @@ class DiskTransfer(DeltaTransfer):
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         super().__init__(name, options)
         self._chain = 0
+        self._built: set[str] = set()
+        """The last version written and those that it builds on."""
 
     async def gather(self, plan: TransferPlan, update: Update, *, deadline: float) -> Loads | None:
         """Write, name and check the version, while every engine still answers; loading is one command then."""
@@ -310,7 +312,7 @@ class DiskTransfer(DeltaTransfer):
         base = ""
         if not self._take_ready(plan):
             await self._tell(plan, deadline)
-        elif self._last and self._chain < _CHAIN * plan.bytes:
+        elif self._last and self._chain < _CHAIN * plan.bytes and str(update.version) not in self._built:
             base = await self._agree(deadline=deadline)
         try:
             path, digest = await self._store(update, base, deadline)
@@ -340,6 +342,7 @@ class DiskTransfer(DeltaTransfer):
         self._count([part.pop("counts") for part in parts])
         base = base if self.tally["saved"] else ""
         self._chain = self._chain + sum(part["bytes"] for part in parts) if base else 0
+        self._built = {version, *(self._built if base else ())}
         seal = {"version": version, "kind": update.kind, "base": base, "parts": parts}
         path, digest = (await self._call(self.source, "seal", deadline=deadline, **seal))[0]
         return path, digest

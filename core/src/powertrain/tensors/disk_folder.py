@@ -80,14 +80,17 @@ class Folder:
         (self._path / f"{_PARTIAL}{version}" / _BASE).write_text(base)
 
     def seal(self, version: str, manifest: bytes) -> Path:
-        """Write the manifest, then give the version its name; returns its folder."""
+        """Write the manifest, then give the version its name; returns its folder.
+
+        A version written before under that name goes, with those that build on it.
+        """
         partial, final = self._path / f"{_PARTIAL}{version}", self._path / f"{_VERSION}{version}"
         with (partial / MANIFEST).open("xb", buffering=0) as file:
             write_all(file, manifest)
             os.fsync(file.fileno())
         sync_folder(partial)
-        if final.exists():
-            shutil.rmtree(final)
+        for path in [path for path in self._path.glob(f"{_VERSION}*") if final in chain(path)]:
+            shutil.rmtree(path)
         partial.rename(final)
         sync_folder(self._path)
         return final
