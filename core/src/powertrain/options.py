@@ -128,8 +128,7 @@ def convert(spec: OptionSpec, value: Any) -> Any:
 def _bounded(value: Any) -> bool:
     """True where all whole numbers in a value have at most 64 bits, so that it can be sent to another process."""
     if isinstance(value, (list, tuple, Mapping)):
-        inside = [*value, *value.values()] if isinstance(value, Mapping) else value
-        return all(map(_bounded, inside))
+        return all(map(_bounded, [*value, *value.values()] if isinstance(value, Mapping) else value))
     return not isinstance(value, int) or -(2**63) <= value < 2**63
 
 

@@ -136,9 +136,8 @@ def resolve_config(data: Mapping[str, Any], *, registry: Registry | None = None)
         "name": values["name"] or recipe.name,
         "model": str(model) if os.path.isdir(model) else values["model"],  # noqa: PTH112 - as in `path`
     }
-    options = sections.pop(recipe.name, {})
-    merged = _merged(layout, sections, registry)
-    return RunConfig(values=values, layout=merged, recipe_spec=recipe, recipe_options=options, sections=sections)
+    own = {"recipe_spec": recipe, "recipe_options": sections.pop(recipe.name, {})}
+    return RunConfig(values=values, layout=_merged(layout, sections, registry), sections=sections, **own)
 
 
 def _schedule(given: Mapping[str, Any], recipe_options: Mapping[str, Any]) -> ScheduleSpec:

@@ -64,12 +64,11 @@ class RunContext:
         pause_mode and on_sink_failure are the configuration's. Errors as `powertrain.runtime.driver.Driver.push`.
         """
         version = self.versions.next()
-        adapter: dict[str, Any] = {}
+        how: dict[str, Any] = {key: self.config[key] for key in ("pause_mode", "on_sink_failure")}
         if spec := self.config.lora:
             config = adapter_config(spec, base_model=self.config["model"])
-            adapter = {"kind": "adapter", "adapter": version.adapter_name(spec.name), "adapter_config": config}
-        how = {key: self.config[key] for key in ("pause_mode", "on_sink_failure")}
-        return await self.driver.push(train, infer, version, **how, **adapter)
+            how |= {"kind": "adapter", "adapter": version.adapter_name(spec.name), "adapter_config": config}
+        return await self.driver.push(train, infer, version, **how)
 
 
 def make_driver(

@@ -97,8 +97,8 @@ class Driver:
         self._placed: dict[str, EnginePlan] = {}
         self._restarts: dict[str, asyncio.Task[None]] = {}
         self._ending = threading.Lock()
-        self._channel: DriverChannel | None = None
         self._launcher: Launcher | None = None
+        self._live: tuple[Launcher, DriverChannel]
         self._state = "new"
         self._ready = False
 
@@ -161,7 +161,7 @@ class Driver:
         Pushes to one part wait for each other, and a training step waits for a push. Errors as
         `powertrain.weights.transaction.run_update`. on_sink_failure: "fail", or "evict": while other engines are left,
         one that fails is taken out of the set, the others are updated anew and published, and it is started again; the
-        first update that it then takes part in brings it back. The report's details count those that are out.
+        first update that it then takes part in brings it back. The report's details then count those that are out.
         """
         transfer, pool = self.transfer(train, infer), self.infer[infer]
         async with pool.updating, self.train[train].still:
@@ -182,7 +182,8 @@ class Driver:
                         self._restarts[handle.name] = asyncio.create_task(self._restart(handle.name, pool))
                     transfer.sinks = [handle for handle in transfer.sinks if handle not in lost]
             pool.out -= {handle.name for handle in transfer.sinks}
-        return replace(report, details={**report.details, "evicted": float(len(pool.out))})
+        out = {"evicted": float(len(pool.out))} if on_sink_failure == "evict" else {}
+        return replace(report, details={**report.details, **out})
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -215,8 +216,7 @@ class Driver:
             if plan.inline:
                 self.handles[plan.name] = InlineHandle(plan.name, plan.part.role, self._registry)
             else:
-                assert self._channel is not None
-                self.handles[plan.name] = WorkerHandle(plan.name, plan.part.role, self._channel, plan.workers)
+                self.handles[plan.name] = WorkerHandle(plan.name, plan.part.role, self._live[1], plan.workers)
         for part in self.layout.parts:
             handles = [self.handles[plan.name] for plan in self.plans if plan.part.label == part.label]
             if part.role == "train":
@@ -236,15 +236,14 @@ class Driver:
 
     async def _restart(self, name: str, pool: InferPool) -> None:
         """End an engine's workers, whatever state they are in, and start and build it anew."""
-        assert self._launcher is not None
-        assert self._channel is not None
-        left = [one.name for one in self._launcher.status() if one.name in self._placed[name].workers]
-        await asyncio.to_thread(self._launcher.stop, left, grace=FAILED_GRACE)
+        launcher, channel = self._live
+        left = [one.name for one in launcher.status() if one.name in self._placed[name].workers]
+        await asyncio.to_thread(launcher.stop, left, grace=FAILED_GRACE)
         plan = self._placed[name] = replace(self._placed[name], life=self._placed[name].life + 1).placed()
         envs = self._environments(plan)
         end = time.monotonic() + self.timeouts["start"]
         await self._launch([(plan, [env for env, _ in envs])], end)
-        handle = self.handles[name] = WorkerHandle(name, plan.part.role, self._channel, plan.workers)
+        handle = self.handles[name] = WorkerHandle(name, plan.part.role, channel, plan.workers)
         await handle.open(plan.specs, [asked for _, asked in envs], deadline=max(0.0, end - time.monotonic()))
         pool.handles = tuple(handle if other.name == name else other for other in pool.handles)
 
@@ -253,16 +252,14 @@ class Driver:
         from powertrain.runtime.channel import DriverChannel
 
         made = self._registry.load_class(self._launcher_spec)
-        self._launcher = made(self._launcher_options, logs=str(self._logs))
-        self._channel = DriverChannel(self._launcher.status)
+        launcher = self._launcher = made(self._launcher_options, logs=str(self._logs))
+        self._live = launcher, DriverChannel(launcher.status)
         atexit.register(self._end_workers)
         await self._launch(plans, end)
 
     async def _launch(self, plans: list[tuple[EnginePlan, list[dict[str, str]]]], end: float) -> None:
         """Start workers and wait until they have registered; one that dies is told with the end of its log."""
-        launcher, channel = self._launcher, self._channel
-        assert launcher is not None
-        assert channel is not None
+        launcher, channel = self._live
         expected: dict[str, Future[Any]] = {}
         processes = []
         for plan, envs in plans:
@@ -299,10 +296,11 @@ class Driver:
         """Ask all workers to close their engines and exit, end those that do not, and sweep up. May be called twice."""
         with self._ending:
             launcher, self._launcher = self._launcher, None
-            if launcher is None or self._channel is None:
+            if launcher is None:
                 return
             atexit.unregister(self._end_workers)
-            self._channel.dismiss()
+            channel = self._live[1]
+            channel.dismiss()
             lost = not self._ready or any(handle.failed or handle.quiet() for handle in self.handles.values())
             end = time.monotonic() + (FAILED_GRACE if lost else CLOSE_SECONDS)
             while (alive := [st.name for st in launcher.status() if st.code is None]) and time.monotonic() < end:
@@ -311,7 +309,7 @@ class Driver:
                 launcher.stop(alive, grace=FAILED_GRACE)
                 launcher.close()
             finally:
-                self._channel.close()
+                channel.close()
 
 
 async def _tolerant(closing: Awaitable[Any], what: str) -> None:

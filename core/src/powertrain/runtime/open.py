@@ -67,8 +67,7 @@ def open_engine(
         stack.callback(thread.stop)
         thread.submit(driver.start()).result()
         stack.callback(lambda: thread.submit(driver.close()).result())
-        client = {**driver.train, **driver.infer}[part.label]
-        return Blocking(client, thread, stack.pop_all())
+        return Blocking({**driver.train, **driver.infer}[part.label], thread, stack.pop_all())
 
 
 class Blocking:

@@ -113,8 +113,11 @@ def plan_engines(
     allow = head_mismatch == "allow"
     pairs = [(templates[pair.train.label].head, templates[pair.infer.label].head) for pair in layout.pairs]
     agree = all(check_head_pair(train, infer, allow_mismatch=allow) for train, infer in pairs)
-    every = [(part, instance) for part in layout.parts for instance in range(part.instances)]
-    return [_plan(part, instance, templates[part.label], registry, inline) for part, instance in every], agree
+    return [
+        _plan(part, instance, templates[part.label], registry, inline)
+        for part in layout.parts
+        for instance in range(part.instances)
+    ], agree
 
 
 def _plan(part: Part, instance: int, template: EngineSpec, registry: Registry, inline: str) -> EnginePlan:
