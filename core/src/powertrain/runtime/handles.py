@@ -46,8 +46,7 @@ class Handle(ABC):
         self.role = role
         self.failed = ""
         self.version: str | None = None
-        self.unfit = False
-        self._until_heard = False
+        self.unfit = self._until_heard = False
 
     async def call(self, method: str, *args: Any, deadline: float) -> list[Any]:
         """Call one command of `EngineHost.submit` on every rank; return the answers in rank order.
@@ -67,8 +66,8 @@ class Handle(ABC):
             raise
         for name, given in args if method == "series" else [(method, args)]:
             if name == "resume":
-                self.unfit = False
-                self.version = self.version if not given or given[0] is None else str(given[0])
+                self.unfit, told = False, given[0] if given else None
+                self.version = self.version if told is None else str(told)
         return answers
 
     async def open(self, specs: Sequence[EngineSpec], envs: Sequence[Mapping[str, str]], *, deadline: float) -> None:
@@ -117,8 +116,7 @@ class Handle(ABC):
         message = f"{who} did not answer {method!r} within {deadline:g} s"
         quiet = {rank: seconds for rank, seconds in self.quiet().items() if rank in missing}
         if quiet:
-            ranks = ", ".join(map(str, quiet))
-            message += f"; no sign of life from rank {ranks} for {max(quiet.values()):.0f} s"
+            message += f"; no sign of life from rank {', '.join(map(str, quiet))} for {max(quiet.values()):.0f} s"
         lasting = method == "open" or (self.role == "train" and method in METHODS["train"])
         if (quiet or lasting) and not self.failed:
             self.failed, self._until_heard = message, not lasting
@@ -138,8 +136,7 @@ class Handle(ABC):
         apart = alone or not wire.same(list(told.values()))
         if (missing or apart) and method in {*METHODS[self.role], "open"}:
             where = f"rank {', '.join(map(str, missing))} did not answer" if missing else "the other ranks did not"
-            self._until_heard = False
-            self.failed = f"{method!r} failed on rank {rank} where {where}: {error}"
+            self.failed, self._until_heard = f"{method!r} failed on rank {rank} where {where}: {error}", False
         error.__cause__ = errors[rank].__cause__  # inline: the engine's own error
         return error
 

@@ -175,6 +175,8 @@ class Rank:
             return getattr(self._made[name], op)(**payload)
         if method == "endpoint.close":
             return self._made.pop(args[0]).close() if args[0] in self._made else None
+        if method == "series":
+            return [(0.0, self.call(*command)) for command in args]
         found = getattr(self.weights, method.removeprefix("weights."))
         return found(*args) if callable(found) else found
 
@@ -196,6 +198,7 @@ class Handle:
     def __init__(self, name: str, ranks: list[Rank], events: list[tuple[str, str, tuple[Any, ...]]]) -> None:
         self.name, self.ranks, self.events = name, ranks, events
         self.version: str | None = None
+        self.unfit = False
 
     async def call(self, method: str, *args: Any, deadline: float) -> list[Any]:
         """Call all ranks at once; DeadlineError names the engine."""
