@@ -169,7 +169,7 @@ def test_unknown_word_in_the_allow_list_ends_with_one_block(dists, capsys):
     [
         (["--version"], 0, "powertrain 0."),
         (["--help"], 0, "explain"),
-        (["nosuch"], 2, "invalid choice: 'nosuch'"),
+        (["nosuch"], 2, "no command 'nosuch'; there are: run"),
         ([], 2, "COMMAND"),
         (["engines", "--nosuch"], 2, "--nosuch"),
     ],
