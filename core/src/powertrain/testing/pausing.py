@@ -167,6 +167,16 @@ class PausingSuite(WeightSinkSuite):
         engine.resume("1.2")
         self._answer(engine, [7, 4, 3], new)
 
+    @needs("offload")
+    def test_sleeping_engine_is_woken_by_pause(self, engine: Bounded, new: str) -> None:
+        """An update begins with `pause`, which met sleeping weights and was refused, or left them where they were."""
+        engine.release_memory()
+        engine.pause()
+        assert engine.state == "paused"
+        self._write(engine.weights(), update(2), new)
+        engine.resume("1.2")
+        self._answer(engine, [7, 4, 4], new)
+
     def test_close_answers_what_is_in_flight(self, engine: Bounded) -> None:
         """A request in flight when the engine closes ends, by an answer or an error; nobody waits for ever."""
         future = self._in_flight(engine, [7, 5, 1])
