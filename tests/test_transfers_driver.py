@@ -104,7 +104,7 @@ async def test_changes_alone_bring_real_engines_to_the_trainers_weights(model, t
             assert await gap(driver) < 1e-5
             again = await driver.push("fsdp", "hf", WeightVersion(1, counter + 1))
             assert await gap(driver) < 1e-5
-            assert 0.1 < stepped.details["changed"]
+            assert stepped.details["changed"] > 0.1
             assert again.details["changed"] == 0.0
             assert again.details["delta"] > 0.9
             assert again.bytes < whole.bytes / 10

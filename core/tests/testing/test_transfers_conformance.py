@@ -1,5 +1,7 @@
 """The transfers `local`, `shm`, `p2p` and `disk` keep what the suite asks, those of changes alone too."""
 
+from typing import ClassVar
+
 from powertrain.testing import TransferSuite
 
 
@@ -21,9 +23,9 @@ class TestP2p(TransferSuite):
 
 class TestDiskOfChanges(TransferSuite):
     transfer = "disk"
-    options = {"delta": "host"}
+    options: ClassVar = {"delta": "host"}
 
 
 class TestP2pOfChanges(TransferSuite):
     transfer = "p2p"
-    options = {"delta": "host"}
+    options: ClassVar = {"delta": "host"}

@@ -7,19 +7,21 @@ conversion is run here on tensors without memory, and what it cuts out of each i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from powertrain.errors import ConfigError
 from powertrain.weights import Box, Entry, Manifest
 from powertrain.weights.ranges import overlap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+APART: Final = "transformers:"
+"""What the name of a tensor begins with that no checkpoint has as it is held."""
 
 
 class Place(NamedTuple):
@@ -107,17 +109,22 @@ def _whole(made: Iterable[Place], shape: tuple[int, ...]) -> bool:
 def in_hf_names(own: Manifest, known: Places) -> Manifest:
     """Return a rank's manifest by the checkpoint's names; own: the same by the model's. Storages keep their names.
 
-    ConfigError names a tensor that has no place in the checkpoint.
+    A tensor that has no place in the checkpoint is called `transformers:` and its name in the model: engines that hold
+    the model in transformers pass it on as it is, and no other one takes it for a checkpoint's.
     """
-    if lost := next((entry.name for entry in own if entry.name not in known), None):
-        message = f"{lost!r} is not held as a checkpoint has it, and no block of it is; it cannot be sent or received"
-        raise ConfigError(message)
+    shapes = {entry.name: entry.shape for entry in own}
     tied = {
         alias.name: name.name
         for mine, other in own.tied.items()
-        for alias, name in zip(known[mine], known[other], strict=True)
+        for alias, name in zip(_of(known, mine, shapes[other]), _of(known, other, shapes[other]), strict=True)
     }
-    return replace(own, entries=tuple(made for entry in own for made in _entries(entry, known[entry.name])), tied=tied)
+    entries = (made for entry in own for made in _entries(entry, _of(known, entry.name, entry.shape)))
+    return replace(own, entries=tuple(entries), tied=tied)
+
+
+def _of(known: Places, name: str, shape: Sequence[int]) -> tuple[Place, ...]:
+    apart = Place(f"{APART}{name}", tuple(shape), (0,) * len(shape), tuple(range(len(shape))))
+    return known.get(name) or (apart,)
 
 
 def _entries(own: Entry, found: Iterable[Place]) -> Iterator[Entry]:

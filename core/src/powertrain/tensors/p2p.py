@@ -108,13 +108,15 @@ class _End(Checked):
         session: str,
         seconds: float,
         versions: tuple[str, str],
+        ready: Callable[[], object],
         begin: Callable[[_Session, Message], _Sent],
         end: Callable[[_Session, _Sent], None],
     ) -> dict[str, int]:
         """Run all messages; begin(session, message) sends or receives, end(session, sent) uses what came.
 
-        versions: of the base that all ranks hold ("" for none), and that arrives. Returns `bytes` that were handed to
-        the group for weights, `all` that they stand for, `saved` of these that went as changes, and the bases' tally.
+        ready(): what is done first; of a fault in it the other ranks are told as of any other. versions: of the base that
+        all ranks hold ("" for none), and that arrives. Returns `bytes` that were handed to the group for weights, `all`
+        that they stand for, `saved` of these that went as changes, and the bases' tally.
         """
         found = self._sessions.pop(session, None)  # back in its place only if all goes well
         if found is None:
@@ -126,6 +128,7 @@ class _End(Checked):
         carried = waiting = whole = saved = 0
         try:
             with found.bases.update(*versions):
+                ready()
                 groups.barrier("liveness")
                 for message in found.messages:
                     while under_way and waiting + message.bytes > found.window:
@@ -196,10 +199,13 @@ class P2pSource(_End):
         base/version: of the base that all ranks hold, "" for none; and of these weights, "" where no base is kept.
         Returns what `DeltaTransfer` counts.
         """
-        self._weights.fence()
-        tensors = self._weights.tensors()
+        tensors: dict[str, torch.Tensor] = {}
         bodies: dict[int, torch.Tensor] = {}
         last = -1
+
+        def ready() -> None:
+            self._weights.fence()
+            tensors.update(self._weights.tensors())
 
         def packed(message: Message, place: torch.device) -> torch.Tensor:
             buffer = torch.empty(message.bytes, dtype=torch.uint8, device=place)
@@ -225,7 +231,7 @@ class P2pSource(_End):
                 told = found.groups.tell(body.numel(), message.peer, bucket)
             return _Sent(message, body, found.groups.send(body, message.peer, bucket), told)
 
-        return self._exchange(session, seconds, (base, version), begin, lambda found, sent: None)
+        return self._exchange(session, seconds, (base, version), ready, begin, lambda found, sent: None)
 
 
 class P2pSink(_End):
@@ -272,7 +278,7 @@ class P2pSink(_End):
             self._weights.apply(Piece(read.name, tuple(read.start), view) for read, view in message.views(data))
             spent += time.perf_counter() - begun
 
-        return self._exchange(session, seconds, (base, version), begin, end)["bytes"], spent
+        return self._exchange(session, seconds, (base, version), lambda: None, begin, end)["bytes"], spent
 
 
 def _margin(deadline: float) -> float:

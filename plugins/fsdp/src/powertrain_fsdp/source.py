@@ -26,10 +26,7 @@ class FsdpWeightSource(WeightSource):
         self._built, self._spec, self._changes, self._moves = built, spec, changes, moves
 
     def manifest(self) -> Manifest:
-        """Return this rank's boxes; moves nothing. A rank whose share of a tensor is empty lists it without boxes.
-
-        ConfigError for a model that holds a tensor in a way that no box can tell.
-        """
+        """Return this rank's boxes; moves nothing. A rank whose share of a tensor is empty lists it without boxes."""
         entries = tuple(self._entry(name, tensor) for name, tensor in self._named().items())
         place, lora = self._spec.place, self._spec.lora
         if lora is None:
