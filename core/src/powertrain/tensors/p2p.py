@@ -114,7 +114,7 @@ class _End(Checked):
     ) -> dict[str, int]:
         """Run all messages; begin(session, message) sends or receives, end(session, sent) uses what came.
 
-        ready(): what is done first; of a fault in it the other ranks are told as of any other. versions: of the base that
+        ready(): what is done first; of its fault the other ranks are told as of any other. versions: of the base that
         all ranks hold ("" for none), and that arrives. Returns `bytes` that were handed to the group for weights, `all`
         that they stand for, `saved` of these that went as changes, and the bases' tally.
         """
