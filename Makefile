@@ -39,7 +39,7 @@ lint: $(STAMP) ## ruff and mypy
 	$(VENV)/bin/mypy
 
 test: lint ## Lint, type-check and run every test, real engines included; with ARGS, the tests that these pick
-	$(VENV)/bin/python -m pytest $(if $(ARGS),$(ARGS),--whole --started $(STARTED) -n $(JOBS) --dist loadfile)
+	$(VENV)/bin/python -m pytest $(if $(ARGS),$(ARGS),--whole --started $(STARTED) -n $(JOBS) --dist loadfile --no-loadscope-reorder)
 
 docs: reference ## Write the reference pages anew and build the site, strictly, into site/
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
