@@ -349,7 +349,7 @@ async def test_device_is_synchronised_before_the_completion_barrier(join, monkey
     events = []
     barrier = Groups.barrier
     monkeypatch.setattr(Groups, "barrier", lambda self, phase: (events.append(phase), barrier(self, phase)))
-    monkeypatch.setattr("powertrain.tensors.p2p._place", lambda weights: torch.device("cuda"))
+    monkeypatch.setattr("powertrain.tensors.p2p.device_of", lambda weights: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: events.append("synchronised"))
     monkeypatch.setattr(P2pSource, "where", lambda self, session: ("cpu", ""))
     monkeypatch.setattr(P2pSink, "where", lambda self, session: ("cpu", ""))

@@ -19,6 +19,7 @@ import torch
 from powertrain.errors import TransferError
 from powertrain.tensors import delta
 from powertrain.tensors.planned import PlannedTransfer
+from powertrain.tensors.views import device_of
 from powertrain.weights.boxes import FLOATS, ITEM_SIZE
 from powertrain.weights.transaction import together
 
@@ -84,8 +85,7 @@ class Bases:
 
 def where(weights: Any, option: str) -> torch.device:
     """Return where bases lie: in host memory, or beside the weights (option "device")."""
-    first = next(iter(weights.tensors().values()), None) if option == "device" else None
-    return torch.device("cpu") if first is None else first.device
+    return device_of(weights) if option == "device" else torch.device("cpu")
 
 
 def in_engines_dtypes(plan: TransferPlan, manifests: Sequence[Sequence[Manifest]]) -> TransferPlan:

@@ -24,14 +24,14 @@ from powertrain.interfaces.weights import Piece
 from powertrain.tensors import delta
 from powertrain.tensors.bases import Bases, DeltaTransfer, where
 from powertrain.tensors.messages import Message, messages
+from powertrain.tensors.planned import margin
 from powertrain.tensors.sidecar import Groups, Store
 from powertrain.tensors.verify import Checked
-from powertrain.tensors.views import read_view
+from powertrain.tensors.views import device_of, read_view
 from powertrain.weights.transaction import together
 
 if TYPE_CHECKING:
     from powertrain.interfaces.build import RankSpec
-    from powertrain.interfaces.weights import WeightSink, WeightSource
     from powertrain.weights import TransferPlan, Update
     from powertrain.weights.plan import Read
 
@@ -39,10 +39,6 @@ _BACKENDS: Final = {"cuda": "nccl", "npu": "hccl"}
 """Kind of device -> what carries weights between devices of that kind."""
 _BUCKETS: Final = 2
 """Buckets that a rank may have under way."""
-
-
-def _place(weights: WeightSource | WeightSink) -> torch.device:
-    return next((tensor.device for tensor in weights.tensors().values()), torch.device("cpu"))
 
 
 @dataclass(slots=True)
@@ -76,7 +72,7 @@ class _End(Checked):
 
     def where(self, session: str) -> tuple[str, str]:
         """Return the kind of this rank's device and which one it is, whatever its number here."""
-        device = _place(self._weights)
+        device = device_of(self._weights)
         card = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
         return device.type, card
 
@@ -93,7 +89,7 @@ class _End(Checked):
             groups.give_up(exc)
             groups.close()
             raise
-        device = _place(self._weights)
+        device = device_of(self._weights)
         store = torch.device("cpu") if groups.backend == "gloo" else device
         found = messages(reads, mine, len(names))
         self._sessions[session] = _Session(groups, found, how["window"], store, where(self._weights, how["delta"]))
@@ -122,7 +118,7 @@ class _End(Checked):
         if found is None:
             text = f"rank {self._rank} has no groups for pair {session}; it was restarted, or failed"
             raise TransferError(text, phase="wire")
-        groups, device = found.groups, _place(self._weights)
+        groups, device = found.groups, device_of(self._weights)
         groups.limit(seconds)
         under_way: deque[_Sent] = deque()
         carried = waiting = whole = saved = 0
@@ -281,11 +277,6 @@ class P2pSink(_End):
         return self._exchange(session, seconds, (base, version), lambda: None, begin, end)["bytes"], spent
 
 
-def _margin(deadline: float) -> float:
-    """Return the seconds that a rank may wait, so that its error arrives within the deadline."""
-    return deadline - min(2.0, 0.3 * deadline)
-
-
 class P2pTransfer(DeltaTransfer):
     """Driver's half. Options: `backend`, `host`, `bucket_mb`, `delta` and `verify`."""
 
@@ -309,7 +300,7 @@ class P2pTransfer(DeltaTransfer):
             if not ready:
                 await self._open(plan, deadline)
         with meter.phase("wire"):
-            how: dict[str, Any] = {"seconds": _margin(deadline), "deadline": deadline, "base": base}
+            how: dict[str, Any] = {"seconds": margin(deadline), "deadline": deadline, "base": base}
             how["version"] = str(update.version) if self.delta != "off" and update.kind == "full" else ""
             calls = [self._call(self.source, "send", **how)]
             calls += [self._call(sink, "receive", **how) for sink in self.sinks]
@@ -325,11 +316,7 @@ class P2pTransfer(DeltaTransfer):
     async def _open(self, plan: TransferPlan, deadline: float) -> None:
         """Make new groups on all ranks, under a name of their own in the store."""
         places = await together(self._call(h, "where", deadline=deadline) for h in [self.source, *self.sinks])
-        names = [
-            f"{handle.name} rank {rank}"
-            for handle, ranks in zip([self.source, *self.sinks], places, strict=True)
-            for rank in range(len(ranks))
-        ]
+        names = self._rank_names([len(ranks) for ranks in places])
         backend = _backend([place for ranks in places for place in ranks], str(self.options.get("backend", "auto")))
         if self._store is None:
             self._store = Store(str(self.options.get("host") or "127.0.0.1"))
@@ -338,7 +325,7 @@ class P2pTransfer(DeltaTransfer):
         how |= {"host": self._store.host, "port": self._store.port, "prefix": f"{self.session}/{self._generation}"}
         how |= {"delta": self.delta}
         firsts = [sum(len(ranks) for ranks in places[: 1 + e]) for e in range(len(self.sinks))]
-        rest: dict[str, Any] = {"how": how, "seconds": _margin(deadline), "deadline": deadline}
+        rest: dict[str, Any] = {"how": how, "seconds": margin(deadline), "deadline": deadline}
         calls = [self._call(self.source, "open", reads=plan.reads, firsts=firsts, **rest)]
         calls += [
             self._call(sink, "open", reads=reads, first=first, **rest)

@@ -92,6 +92,11 @@ class PlannedTransfer(Transfer):
     def _set_ready(self, plan: TransferPlan) -> None:
         self._ready = plan, [sink.name for sink in self.sinks]
 
+    def _rank_names(self, worlds: Sequence[int]) -> list[str]:
+        """Return what errors call all ranks, the trainer's first; worlds: of the trainer and of each engine."""
+        handles = zip([self.source, *self.sinks], worlds, strict=True)
+        return [f"{handle.name} rank {rank}" for handle, world in handles for rank in range(world)]
+
     async def _call(self, handle: EngineHandle, op: str, *, deadline: float, **payload: Any) -> list[Any]:
         """Run an endpoint's operation on every rank of an engine."""
         return await handle.call(

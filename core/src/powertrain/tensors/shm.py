@@ -327,13 +327,8 @@ class ShmTransfer(PlannedTransfer):
         worlds = [len(await self._call(self.source, "release", deadline=deadline)), *map(len, plan.reads)]
         self._offers = await self._agree(plan, deadline)
         blocks, reads = (plan.blocks, plan.reads) if self._offers is None else ((), [[()] * w for w in worlds[1:]])
-        names = [
-            f"{handle.name} rank {rank}"
-            for handle, world in zip([self.source, *self.sinks], worlds, strict=True)
-            for rank in range(world)
-        ]
         how: dict[str, Any] = {"slot_bytes": slot, "slots": min(SLOTS, max(1, len(plan.buckets))) if blocks else 0}
-        how |= {"names": names, "writers": worlds[0], "buckets": len(plan.buckets)}
+        how |= {"names": self._rank_names(worlds), "writers": worlds[0], "buckets": len(plan.buckets)}
         folder = self.options.get("folder")
         path = (await self._call(self.source, "create", how=how, folder=folder, deadline=deadline))[0]
         with suppress(OSError):  # the ranks are on another host than the driver
