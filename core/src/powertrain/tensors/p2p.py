@@ -118,7 +118,7 @@ class _End(Checked):
         if found is None:
             text = f"rank {self._rank} has no groups for pair {session}; it was restarted, or failed"
             raise TransferError(text, phase="wire")
-        groups, device = found.groups, device_of(self._weights)
+        groups = found.groups
         groups.limit(seconds)
         under_way: deque[_Sent] = deque()
         carried = waiting = whole = saved = 0
@@ -137,6 +137,7 @@ class _End(Checked):
                     saved += message.bytes if sent.buffer.numel() < message.bytes else 0
                 while under_way:
                     self._end_first(found, under_way, end)
+                device = device_of(self._weights)
                 if device.type != "cpu":
                     torch.accelerator.synchronize(device)
                 groups.barrier("completion")
