@@ -1,6 +1,7 @@
 """Updates that are cancelled, doubled, or meet a stopped engine: each ends clean, and the next one works and heals."""
 
 import asyncio
+import contextlib
 import os
 import signal
 from types import SimpleNamespace
@@ -18,6 +19,16 @@ QUICK = {"start": 60.0, "step": 30.0, "generate": 30.0, "update": 1.5}
 
 async def push(driver, counter):
     return await driver.push("toytrain", "toyinfer", WeightVersion(1, counter))
+
+
+@contextlib.contextmanager
+def stopped(pid):
+    """A process does nothing within, and goes on after it."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 async def healthy(driver, ask, counter):
@@ -119,15 +130,12 @@ async def test_a_sink_stopped_before_an_update_leaves_the_other_answering(make_d
         pool = driver.infer["toyinfer"]
         await push(driver, 1)
         pid = (await pool.handles[1].call("health", deadline=10))[0]["pid"]
-        os.kill(pid, signal.SIGSTOP)
-        try:
+        with stopped(pid):
             with pytest.raises(TransferError, match=r"'pause': toyinfer/1 rank 0 did not answer 'pause'") as info:
                 await push(driver, 2)
             assert info.value.unfit == ("toyinfer/1",)
             answer = (await pool.handles[0].call("generate", ask(), deadline=20))[0]
             assert answer.completions[0].segments[0].version == "1.1"
-        finally:
-            os.kill(pid, signal.SIGCONT)
         await healthy(driver, ask, 3)
 
 
@@ -135,13 +143,10 @@ async def test_a_trainer_that_was_stopped_serves_the_next_update(make_driver, as
     async with make_driver(ENGINES, inline="never", timeouts=QUICK) as driver:
         await push(driver, 1)
         pid = (await driver.train["toytrain"].health())[0]["pid"]
-        os.kill(pid, signal.SIGSTOP)
-        try:
+        with stopped(pid):
             with pytest.raises(TransferError, match=r"toytrain rank 0 did not answer") as info:
                 await push(driver, 2)
             assert info.value.failed == ()
-        finally:
-            os.kill(pid, signal.SIGCONT)
         await healthy(driver, ask, 3)
 
 
@@ -149,15 +154,12 @@ async def test_a_rank_without_a_sign_of_life_is_refused_only_while_it_gives_none
     async with make_driver("toytrain:d1|toyinfer:d1", inline="never") as driver:
         for handle in driver.handles.values():
             pid = (await handle.call("health", deadline=10))[0]["pid"]
-            os.kill(pid, signal.SIGSTOP)
-            try:
+            with stopped(pid):
                 monkeypatch.setattr(handle, "quiet", lambda: {0: 19.0})
                 with pytest.raises(DeadlineError, match="no sign of life"):
                     await handle.call("weights.manifest", deadline=0.1)
                 with pytest.raises(WorkerError, match=r"not usable any more: .* no sign of life"):
                     await handle.call("weights.manifest", deadline=20)
-            finally:
-                os.kill(pid, signal.SIGCONT)
             monkeypatch.undo()
             assert len(await handle.call("weights.manifest", deadline=20)) == 1
         await healthy(driver, ask, 1)
@@ -168,22 +170,14 @@ async def test_an_endpoint_that_fails_while_another_rank_is_silent_leaves_the_tr
     async with make_driver("toytrain:d2") as driver:
         handle = driver.train["toytrain"].handle
         pid = (await handle.call("health", deadline=10))[1]["pid"]
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            with pytest.raises(StateError, match="rank 0"):
-                await handle.call("onload", deadline=20)
-        finally:
-            os.kill(pid, signal.SIGCONT)
+        with stopped(pid), pytest.raises(StateError, match="rank 0"):
+            await handle.call("onload", deadline=20)
         assert handle.failed  # a method of the engine's own: the ranks may have parted
     async with make_driver("toytrain:d2") as driver:
         handle = driver.train["toytrain"].handle
         pid = (await handle.call("health", deadline=10))[1]["pid"]
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            with pytest.raises(WorkerError, match="rank 0"):
-                await handle.call("endpoint.call", "toycopy", "read", {"odd": 1}, deadline=20)
-        finally:
-            os.kill(pid, signal.SIGCONT)
+        with stopped(pid), pytest.raises(WorkerError, match="rank 0"):
+            await handle.call("endpoint.call", "toycopy", "read", {"odd": 1}, deadline=20)
         assert len(await handle.call("endpoint.call", "toycopy", "read", {}, deadline=20)) == 2
 
 
