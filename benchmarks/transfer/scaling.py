@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import os
 import shutil
-import statistics
 import tempfile
 from pathlib import Path
 
@@ -52,28 +51,7 @@ def misfit(kind: str, size: float) -> str:
 async def measure(kind: str, shapes: setting.Shapes, repeats: int) -> dict[str, object]:
     """Take a first update and some more."""
     world = setting.World(kind, shapes, options={"keep": 0} if kind == "disk" else None)
-    try:
-        await world.start()
-        first, _ = await world.push()
-        await world.push()
-        taken = [await world.push() for _ in range(repeats)]
-        checksum = await world.check()
-    finally:
-        await world.close()
-    seconds = [one for one, _ in taken]
-    size = setting.bytes_of(shapes)
-    return {
-        "bytes": size,
-        "tensors": len(shapes),
-        "first_seconds": first,
-        "seconds": seconds,
-        "median_seconds": statistics.median(seconds),
-        "gb_per_s": size / 1e9 / statistics.median(seconds),
-        "phases_median_seconds": {
-            name: statistics.median(report.seconds[name] for _, report in taken) for name in taken[0][1].seconds
-        },
-        "checksum_after_update": checksum,
-    }
+    return {"bytes": setting.bytes_of(shapes), "tensors": len(shapes), **await world.measure(repeats)}
 
 
 def equal(count: int, size: float) -> dict[str, tuple[int, ...]]:

@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import platform
+import statistics
 import subprocess
 import threading
 import time
@@ -32,6 +33,7 @@ from powertrain.interfaces.weights import WeightSource
 from powertrain.registry import Registry
 from powertrain.tensors.sink import BoxSink
 from powertrain.tensors.verify import Comparison
+from powertrain.testing.tensors.world import share
 from powertrain.weights import Box, Entry, Manifest, Update, WeightVersion
 
 ROOT = Path(__file__).parents[2]
@@ -40,16 +42,6 @@ PERIOD = 1_000_003
 Shapes = Mapping[str, tuple[int, ...]]
 THREADS = ThreadPoolExecutor(32)
 """For calls that must run at the same time; asyncio's own pool has few threads where there are few cores."""
-
-
-def share(shape: tuple[int, ...], axis: int, rank: int, world: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (start, size) of a rank's part of a tensor, cut along an axis; what has no such axis is held by all."""
-    if axis >= len(shape) or world == 1:
-        return (0,) * len(shape), shape
-    step = -(-shape[axis] // world)
-    begin = min(rank * step, shape[axis])
-    size = min(step, shape[axis] - begin)
-    return (*[0] * axis, begin, *[0] * (len(shape) - axis - 1)), (*shape[:axis], size, *shape[axis + 1 :])
 
 
 def holdings(shapes: Shapes, axis: int, place: RankSpec) -> tuple[Manifest, dict[str, torch.Tensor]]:
@@ -232,7 +224,7 @@ class World:
         given = {option.name: option.default for option in spec.options} | dict(options or {})
         self.transfer = registry.load_class(spec)(kind, given)
         self.transfer.source, self.transfer.sinks = self.source, [self.sink]
-        self._count = 0
+        self._count, self._bytes = 0, bytes_of(shapes)
 
     async def start(self) -> None:
         """Wait until all ranks are there, and give the engine its first version."""
@@ -245,6 +237,28 @@ class World:
         begun = time.perf_counter()
         report = await self.transfer.push(Update(version=WeightVersion(1, self._count)), deadline=300.0)
         return time.perf_counter() - begun, report
+
+    async def measure(self, repeats: int) -> dict[str, Any]:
+        """Start, take a first update, one that does not count, and `repeats` more; close, whatever happens."""
+        try:
+            await self.start()
+            first, _ = await self.push()
+            await self.push()
+            taken = [await self.push() for _ in range(repeats)]
+            checksum = await self.check()
+        finally:
+            await self.close()
+        seconds = [one for one, _ in taken]
+        return {
+            "first_seconds": first,
+            "seconds": seconds,
+            "median_seconds": statistics.median(seconds),
+            "gb_per_s": self._bytes / 1e9 / statistics.median(seconds),
+            "phases_median_seconds": {
+                name: statistics.median(report.seconds[name] for _, report in taken) for name in taken[0][1].seconds
+            },
+            "checksum_after_update": checksum,
+        }
 
     async def check(self) -> str:
         """Change the weights, push them, compare both sides; returns the digest of the checksums."""

@@ -47,29 +47,10 @@ def plain(size: int, repeats: int) -> dict[str, list[float]]:
 async def measure(shapes: setting.Shapes, repeats: int, *, pinned: bool, bucket_mb: int) -> dict[str, object]:
     """Take updates, with the area pinned or not."""
     world = setting.World("shm", shapes, options={"bucket_mb": bucket_mb}, device="cuda")
-    try:
-        if not pinned:
-            for handle in (world.source, world.sink):
-                await handle.call("run", do_not_pin, deadline=300.0)
-        await world.start()
-        first, _ = await world.push()
-        await world.push()
-        taken = [await world.push() for _ in range(repeats)]
-        checksum = await world.check()
-    finally:
-        await world.close()
-    seconds = [one for one, _ in taken]
-    return {
-        "bucket_mb": bucket_mb,
-        "first_seconds": first,
-        "seconds": seconds,
-        "median_seconds": statistics.median(seconds),
-        "gb_per_s": setting.bytes_of(shapes) / 1e9 / statistics.median(seconds),
-        "phases_median_seconds": {
-            name: statistics.median(report.seconds[name] for _, report in taken) for name in taken[0][1].seconds
-        },
-        "checksum_after_update": checksum,
-    }
+    if not pinned:
+        for handle in (world.source, world.sink):
+            await handle.call("run", do_not_pin, deadline=300.0)
+    return {"bucket_mb": bucket_mb, **await world.measure(repeats)}
 
 
 def main() -> None:
