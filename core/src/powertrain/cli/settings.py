@@ -17,9 +17,8 @@ def meant(word: str, arguments: Sequence[str]) -> str:
     if not equals:
         rest = [*arguments[arguments.index(word) + 1 :], "--"] if word in arguments else ["--"]
         value = "true" if rest[0].startswith("--") else rest[0]
-    recipes = {name: spec.options for name, spec in Registry().specs("recipe").items()}
     if key not in {option.name for option in CORE_OPTIONS}:
-        sections = {**GROUPS, **recipes}
+        sections = {**GROUPS, **{name: spec.options for name, spec in Registry().specs("recipe").items()}}
         homes = [name for name, options in sections.items() if key in {option.name for option in options}]
         key = ".".join([*homes[:1], key])
     return f"{key}={value}"

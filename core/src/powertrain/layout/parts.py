@@ -130,7 +130,8 @@ class Part:
     @property
     def engine_options(self) -> dict[str, Any]:
         """The given options that are the backend's own."""
-        return {name: self.options[name] for name in self.options if name not in {one.name for one in PART_OPTIONS}}
+        core = {option.name for option in PART_OPTIONS}
+        return {name: value for name, value in self.options.items() if name not in core}
 
     def place(self, rank: int) -> Place:
         """Return where `rank` (0-based, of this part) lives.

@@ -27,8 +27,9 @@ SPECS: Final[dict[str, tuple[type[Spec], tuple[str, ...]]]] = {
 
 def fail(info: PluginInfo, kind: str, cause: str, error: type[PluginError] = PluginError) -> PluginError:
     """Return the error for one failure of a plugin: one line that names plugin, dist, version and cause."""
-    dist = {"dist": info.dist, "version": info.version}
-    return error(info.unusable(cause), plugin=info.name, group=info.group, kind=kind, **dist)
+    return error(
+        info.unusable(cause), plugin=info.name, group=info.group, dist=info.dist, version=info.version, kind=kind
+    )
 
 
 def _told(exc: BaseException) -> str:

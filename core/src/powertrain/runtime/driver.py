@@ -182,8 +182,7 @@ class Driver:
                         self._restarts[handle.name] = asyncio.create_task(self._restart(handle.name, pool))
                     transfer.sinks = [handle for handle in transfer.sinks if handle not in lost]
             pool.out -= {handle.name for handle in transfer.sinks}
-        out = {"evicted": float(len(pool.out))} if on_sink_failure == "evict" else {}
-        return replace(report, details={**report.details, **out})
+        return report.noting(evicted=float(len(pool.out))) if on_sink_failure == "evict" else report
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -252,8 +251,9 @@ class Driver:
         from powertrain.runtime.channel import DriverChannel
 
         made = self._registry.load_class(self._launcher_spec)
-        launcher = self._launcher = made(self._launcher_options, logs=str(self._logs))
+        launcher = made(self._launcher_options, logs=str(self._logs))
         self._live = launcher, DriverChannel(launcher.status)
+        self._launcher = launcher
         atexit.register(self._end_workers)
         await self._launch(plans, end)
 

@@ -218,15 +218,12 @@ class RankFault(Exception):
 
 def told(exc: BaseException) -> dict[str, Any]:
     """Return an error as plain data: class name, message, traceback, and the plain attributes of our own errors."""
+    kept = vars(exc) if isinstance(exc, PowertrainError) else {}
     return {
         "type": type(exc).__name__,
         "message": str(exc),
         "traceback": "".join(traceback.format_exception(exc))[-20_000:],
-        "attributes": {
-            name: value
-            for name, value in vars(exc).items()
-            if isinstance(exc, PowertrainError) and isinstance(value, _PLAIN)
-        },
+        "attributes": {name: value for name, value in kept.items() if isinstance(value, _PLAIN)},
     }
 
 

@@ -151,7 +151,7 @@ class DeltaTransfer(PlannedTransfer):
         details = {"delta": self.tally["saved"] / max(1, self.tally["all"])}
         if self.tally["elements"]:
             details["changed"] = self.tally["changed"] / self.tally["elements"]
-        return replace(report, details=details)
+        return report.noting(**details)
 
     def _count(self, sent: Sequence[Mapping[str, int]]) -> None:
         """Add up what the trainer's ranks say: `bytes`, `all` that these stand for, and `saved` of it that went as

@@ -21,7 +21,7 @@ import os
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -275,7 +275,7 @@ class ShmTransfer(PlannedTransfer):
     async def _push(self, update: Update, *, deadline: float, pause_mode: str) -> TransferReport:
         """Run one update; its report's `direct` is 1 where nothing was staged."""
         report = await super()._push(update, deadline=deadline, pause_mode=pause_mode)
-        return replace(report, details={**report.details, "direct": float(self._offers is not None)})
+        return report.noting(direct=float(self._offers is not None))
 
     async def move(self, plan: TransferPlan, update: Update, meter: Any, *, deadline: float) -> None:
         """Let all ranks write and read, each through all buckets; a fault of one ends the others at once.

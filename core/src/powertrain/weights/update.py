@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Any, Final
 
 from powertrain.interfaces.wire import record
@@ -46,6 +46,10 @@ class TransferReport:
     sinks: int
     total_seconds: float
     details: Mapping[str, float] = field(default_factory=dict)
+
+    def noting(self, **details: float) -> TransferReport:
+        """Return the report with more details."""
+        return replace(self, details={**self.details, **details})
 
     def metrics(self) -> dict[str, float]:
         """Return the report as flat numbers for `metrics.jsonl`."""
