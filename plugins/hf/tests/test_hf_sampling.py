@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from powertrain_hf.sampling import draw, row_key, uniforms
+from powertrain.tensors.rows import row_key
+from powertrain.tensors.sampling import draw, uniforms
 
 
 def sample(logits, temperature=1.0, top_k=0, top_p=1.0, uniform=None):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -12,74 +11,16 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from powertrain.interfaces.data import Completion, Segment
-from powertrain_hf.sampling import draw, row_key, uniforms
+from powertrain.tensors.sampling import draw, uniforms
 
 if TYPE_CHECKING:
-    from powertrain.interfaces.data import GenerateRequest
     from powertrain.tensors.head import LMHead
+    from powertrain.tensors.rows import Row
 
 DROP_SHARE = 0.25
 """Finished rows are dropped once they are this share of the batch; dropping copies the caches of the others."""
 SHARED_MIN = 8
 """Fewest tokens at the start of all prompts that are prefilled apart, once."""
-
-
-@dataclass(eq=False, slots=True)
-class Row:
-    """One completion on its way. cuts: (first token, weight version) of each segment so far."""
-
-    request: GenerateRequest
-    sample: int
-    prompt: list[int]
-    key: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    logprobs_t1: list[float] = field(default_factory=list)
-    cuts: list[tuple[int, str]] = field(default_factory=list)
-    finish: str = ""
-
-    @classmethod
-    def of(cls, request: GenerateRequest) -> list[Row]:
-        """Return a request's rows in sample order."""
-        prompt = [int(token) for token in request.prompt]
-        seed = request.sampling.seed
-        return [cls(request, i, prompt, row_key(seed, request.request_id, i)) for i in range(request.sampling.n)]
-
-    @property
-    def room(self) -> int:
-        """Tokens of KV cache that the row may need."""
-        return len(self.prompt) + self.request.sampling.max_tokens
-
-    def take(self, token: int, logprob: float, logprob_t1: float) -> None:
-        """Append a drawn token and see whether the row ends with it."""
-        sampling = self.request.sampling
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        self.logprobs_t1.append(logprob_t1)
-        if token in sampling.stop_token_ids:
-            self.finish = "stop"
-        elif len(self.tokens) >= sampling.max_tokens:
-            self.finish = "length"
-
-    def label(self, version: str) -> None:
-        """Say which weights the tokens from here on come from."""
-        if self.cuts and self.cuts[-1][0] == len(self.tokens):
-            self.cuts.pop()
-        if not self.cuts or self.cuts[-1][1] != version:
-            self.cuts.append((len(self.tokens), version))
-
-    def completion(self) -> Completion:
-        """Return what the row has."""
-        ends = [start for start, _ in self.cuts[1:]] + [len(self.tokens)]
-        segments = [Segment(s, e, version) for (s, version), e in zip(self.cuts, ends, strict=False) if e > s]
-        return Completion(
-            tokens=np.asarray(self.tokens, dtype=np.int64),
-            logprobs=np.asarray(self.logprobs, dtype=np.float32),
-            logprobs_t1=np.asarray(self.logprobs_t1, dtype=np.float32),
-            finish=self.finish,
-            segments=tuple(segments),
-        )
 
 
 class RoomyLayer(DynamicLayer):

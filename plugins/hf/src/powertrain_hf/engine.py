@@ -16,7 +16,7 @@ from powertrain_hf.scheduler import Chunk, Item, Scheduler
 if TYPE_CHECKING:
     from powertrain.interfaces.build import EngineSpec
     from powertrain.interfaces.data import GenerateRequest, GenerateResult
-    from powertrain_hf.decode import Row
+    from powertrain.tensors.rows import Row
     from powertrain_hf.machine import HfSink, Machine
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class HfEngine(InferEngine):
         return await self._answers(items)
 
     def _item(self, request: GenerateRequest) -> Item:
-        from powertrain_hf.decode import Row
+        from powertrain.tensors.rows import Row
 
         sink = self._machine.sink
         if sink.state == "unfit":

@@ -18,7 +18,7 @@ from powertrain.interfaces.data import GenerateResult
 
 if TYPE_CHECKING:
     from powertrain.interfaces.data import GenerateRequest
-    from powertrain_hf.decode import Row
+    from powertrain.tensors.rows import Row
 
 
 @dataclass(eq=False, slots=True)

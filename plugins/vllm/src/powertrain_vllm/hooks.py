@@ -7,9 +7,20 @@ from __future__ import annotations
 
 from powertrain.hookspecs import hookimpl
 from powertrain.options import OptionSpec
-from powertrain.specs import BackendSpec
+from powertrain.specs import BackendSpec, Support
 
 OPTIONS = (
+    OptionSpec(name="form", default="inprocess", choices=("inprocess", "server"), help="Where vLLM runs."),
+    OptionSpec(name="url", help="A server that already runs."),
+    OptionSpec(name="api_key_env", help="Variable that holds a server's key."),
+    OptionSpec(name="max_adapters", type="int", default=4, minimum=1, help="LoRA adapters kept; the oldest unused goes."),
+    OptionSpec(
+        name="stale_adapter", default="refuse", choices=("refuse", "newest"), help="What a dropped adapter's name gets."
+    ),
+    OptionSpec(
+        name="untested_version", default="refuse", choices=("refuse", "allow"), help="A vLLM outside the tested range."
+    ),
+    OptionSpec(name="enable_lora", type="bool", help="Make room for LoRA adapters."),
     OptionSpec(
         name="gpu_memory_utilization",
         type="float",
@@ -48,6 +59,14 @@ def powertrain_backend() -> BackendSpec:
         options=OPTIONS,
         requires=("vllm",),
         install="pip install 'powertrain-vllm[engine]'",
-        status="planned",
-        api=(1, 0),
+        capabilities={
+            "fp32_head": Support.FULL,
+            "determinism": Support.FULL,
+            "lora": Support.PARTIAL,
+            "colocated": Support.FULL,
+            "offload": Support.PARTIAL,
+            "pause_keep": Support.FULL,
+            "shared_storage": Support.NONE,
+            "streaming": Support.NONE,
+        },
     )

@@ -6,8 +6,6 @@ numbers in any batch; the token is the inverse of the distribution's cumulative 
 
 from __future__ import annotations
 
-from hashlib import blake2b
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -20,12 +18,6 @@ _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
 
 
-def row_key(seed: int, request_id: str, sample: int) -> int:
-    """Return the 64-bit key of one completion."""
-    text = f"{seed}/{sample}/{request_id}".encode()
-    return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
-
-
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Return a number in [0, 1) for each (key, position): SplitMix64 (Steele, Lea, Flood 2014) at a counter."""
     with np.errstate(over="ignore"):
@@ -35,6 +27,23 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray
         x ^= x >> np.uint64(31)
     numbers: NDArray[np.float64] = (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return numbers
+
+
+def uniforms_on(keys: Tensor, positions: Tensor) -> Tensor:
+    """As `uniforms`, of int64 tensors [R] (keys as their bits), on their device; float64 [R], bit for bit the same."""
+    x = keys + (positions + 1) * _signed(_GOLDEN)
+    x = (x ^ _shifted(x, 30)) * _signed(_MIX1)
+    x = (x ^ _shifted(x, 27)) * _signed(_MIX2)
+    return _shifted(x ^ _shifted(x, 31), 11).to(torch.float64) * 2.0**-53
+
+
+def _signed(number: np.uint64) -> int:
+    return int(number) - (1 << 64) if number >> np.uint64(63) else int(number)
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """Shift right as an unsigned number."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
 
 
 def draw(

@@ -1,0 +1,88 @@
+"""What the two forms of the engine have in common: rows that are being answered, and the calls that a form serves.
+
+`VllmEngine` turns requests into rows (one for each sample), holds what arrives while it is paused, cuts segments and
+puts completions together. A form (`InProcess`, `Server`) runs rows on vLLM and says which tokens it drew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from powertrain.interfaces.build import EngineSpec
+    from powertrain.interfaces.weights import WeightSink
+
+Drawn = tuple[int, float, float]
+"""A token, its log-prob under the distribution it was drawn from, and under temperature 1 with nothing cut off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One row as it goes to vLLM.
+
+    name: unique among all calls ever made, begins with `PREFIX`. tokens: the prompt, and what of the completion is
+    there already. most: tokens still to draw. key: of the row's draws; with a token's position in the sequence it fixes
+    the draw (`powertrain.tensors.sampling`). adapter: the adapter's name and its number in vLLM.
+    """
+
+    name: str
+    tokens: Sequence[int]
+    most: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop: tuple[int, ...]
+    key: int
+    adapter: str | None = None
+
+
+PREFIX = "powertrain-"
+"""By this the sampler in vLLM's workers knows rows of ours (`powertrain_vllm.sampler`)."""
+
+Heard = Callable[[str, Sequence[Drawn], "str | Exception | None"], None]
+"""Called with a call's name, the tokens drawn since, and how it ended ("stop", "length"), what broke it, or None."""
+
+
+class Form(Protocol):
+    """One running vLLM. Coroutines run on the engine's event loop; `heard` may be called from any thread.
+
+    max_model_len: most tokens of a sequence. vocabulary: number of token ids that the model knows.
+    """
+
+    max_model_len: int
+    vocabulary: int
+
+    async def start(self, spec: EngineSpec, options: Mapping[str, Any], heard: Heard) -> None:
+        """Start vLLM, weights loaded; bounded by the start-up deadline. options: those that go to vLLM are given."""
+
+    def submit(self, calls: Sequence[Call]) -> None:
+        """Hand over calls together; each ends with exactly one ending in `heard`, unless `drop` was called for it."""
+
+    async def drop(self, names: Sequence[str]) -> None:
+        """End calls; when it returns none of them is running in vLLM, and `heard` will not be called for them."""
+
+    def sink(self) -> WeightSink:
+        """Return the place where new weights go, the same each time."""
+
+    async def reset_caches(self) -> None:
+        """Forget all prefix caches; nothing is running."""
+
+    def load(self, name: str, folder: str) -> None:
+        """Load a PEFT adapter of a folder that stays as it is until `unload`; from any thread but the loop's."""
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter that no call uses; one that is not there is passed over."""
+
+    async def sleep(self) -> None:
+        """Give the device's memory back; nothing is running."""
+
+    async def wake(self) -> None:
+        """Take it again, with the weights as they were."""
+
+    async def close(self) -> None:
+        """End vLLM, all its processes included; may be called at any time, more than once."""
+
+    def health(self) -> Mapping[str, Any]:
+        """Return plain facts; from any thread, does not block."""

@@ -1,0 +1,350 @@
+"""The `vllm` inference engine: requests become rows on vLLM, in this process or in a server."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from powertrain.errors import ConfigError, StateError, UnfitError
+from powertrain.interfaces.data import GenerateResult
+from powertrain.interfaces.infer import PAUSE_MODES, InferEngine
+from powertrain.tensors.rows import Row
+from powertrain.weights import WeightVersion
+from powertrain_vllm.adapters import Held, Shelf, check_folder, modules_of, version_of
+from powertrain_vllm.backend import PREFIX, Call, Drawn, Form
+
+if TYPE_CHECKING:
+    from powertrain.interfaces.build import EngineSpec
+    from powertrain.interfaces.data import GenerateRequest
+    from powertrain.interfaces.weights import WeightSink
+
+logger = logging.getLogger(__name__)
+EARLY = ("VLLM_", "OMP_", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED")
+"""Beginnings of names of variables that vLLM or torch read once."""
+
+
+@dataclass(eq=False, slots=True)
+class Item:
+    """A request in flight. adapter: the one that answers it. calls: name of the running call -> row."""
+
+    request: GenerateRequest
+    rows: list[Row]
+    adapter: str | None
+    answer: asyncio.Future[GenerateResult]
+    calls: dict[str, Row]
+
+
+class VllmEngine(InferEngine):
+    """One vLLM engine. Requests that are held or frozen lie here and not in vLLM: while the engine is paused nothing runs.
+
+    A frozen row is taken out of vLLM and handed over again after `resume`, with what it has so far as part of its prompt:
+    its caches are made anew, and the token where it was cut is where its next segment begins.
+    """
+
+    _form: Form
+
+    def __init__(self) -> None:
+        self._items: dict[str, Item] = {}
+        self._calls: dict[str, Item] = {}
+        self._waiting: list[Item] = []
+        self._count = itertools.count()
+        self._open = self._built = False
+        self._idle = asyncio.Event()
+        self._shelf = Shelf(1, "refuse")
+
+    def prepare(self, env: Mapping[str, str]) -> None:
+        """Set the variables that differ; those that vLLM has read already are warned about."""
+        changed = {name: value for name, value in env.items() if os.environ.get(name) != value}
+        os.environ.update(changed)
+        late = [name for name in changed if name.startswith(EARLY)] if "vllm" in sys.modules else []
+        if late:
+            logger.warning("set too late to have an effect in this process: %s", ", ".join(late))
+
+    async def build(self, spec: EngineSpec) -> None:
+        """Start vLLM; ConfigError for options, versions and layouts that do not fit."""
+        from powertrain.options import resolve
+        from powertrain_vllm.hooks import OPTIONS
+
+        self._options = resolve(OPTIONS, spec.options, where="backend vllm")
+        self._loop = asyncio.get_running_loop()
+        self._shelf = Shelf(self._options["max_adapters"], self._options["stale_adapter"])
+        if self._options["form"] == "server" or self._options["url"]:
+            from powertrain_vllm.server import Server
+
+            self._form = Server()
+        else:
+            from powertrain_vllm.inprocess import InProcess
+
+            self._form = InProcess()
+        self._built = True
+        await self._form.start(spec, self._options, self._heard)
+        self._sink: Any = self._form.sink()
+        self._sink.paused = lambda: self.state == "paused"
+        self._sink.registered, self._sink.dropped = self._arrived, self._withdrawn
+        self._modules = modules_of(self._sink)
+        self._open = True
+
+    # ---- requests
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Answer one request. ConfigError for an unknown adapter or a bad prompt, UnfitError while unfit."""
+        return (await self.generate_batch([request]))[0]
+
+    async def generate_batch(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        """Answer several requests that go to vLLM together."""
+        items = [self._item(request) for request in requests]
+        ids = [request.request_id for request in requests]
+        twice = next((name for i, name in enumerate(ids) if name in self._items or name in ids[:i]), None)
+        if twice is not None:
+            message = f"request id {twice!r} is in flight already"
+            raise StateError(message)
+        for item in items:
+            self._items[item.request.request_id] = item
+            if item.adapter is not None:
+                self._shelf.use(item.adapter, 1)
+        if self._open:
+            self._submit(items)
+        else:
+            self._waiting.extend(items)
+        try:
+            return list(await asyncio.gather(*(item.answer for item in items)))
+        except BaseException:
+            await asyncio.shield(self._end(items))
+            raise
+
+    def _item(self, request: GenerateRequest) -> Item:
+        if self._sink.state == "unfit":
+            message = f"the weights are neither version {self._sink.version} nor another; an update must heal them first"
+            raise UnfitError(message)
+        adapter = None
+        if request.adapter is not None:
+            adapter = self._shelf.find(request.adapter)
+            if adapter == self._sink.unpublished:
+                message = f"adapter {adapter!r} has arrived and is not published; resume with its version first"
+                raise ConfigError(message)
+        least, most, last = int(request.prompt.min()), int(request.prompt.max()), self._form.vocabulary - 1
+        if least < 0 or most > last:
+            message = f"prompt of {request.request_id!r} holds {least} to {most}; it needs token ids from 0 to {last}"
+            raise ConfigError(message)
+        room = len(request.prompt) + request.sampling.max_tokens
+        if room > self._form.max_model_len:
+            message = (
+                f"request {request.request_id!r} may need {room} tokens ({len(request.prompt)} of prompt and "
+                f"{request.sampling.max_tokens} new); the engine was built for {self._form.max_model_len}: raise "
+                "max_model_len or lower max_tokens"
+            )
+            raise ConfigError(message)
+        return Item(request, Row.of(request), adapter, asyncio.get_running_loop().create_future(), {})
+
+    def _submit(self, items: Iterable[Item]) -> None:
+        """Hand over all rows that have not ended; from here on their tokens are of the version that is published now."""
+        calls = []
+        for item in items:
+            version = self._version(item.adapter)
+            sampling = item.request.sampling
+            for row in item.rows:
+                if row.finish:
+                    continue
+                row.label(version)
+                call = Call(
+                    name=f"{PREFIX}{next(self._count)}",
+                    tokens=[*row.prompt, *row.tokens],
+                    most=sampling.max_tokens - len(row.tokens),
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    top_k=sampling.top_k,
+                    stop=sampling.stop_token_ids,
+                    key=row.key,
+                    adapter=item.adapter,
+                )
+                item.calls[call.name] = row
+                self._calls[call.name] = item
+                calls.append(call)
+        if calls:
+            self._form.submit(calls)
+
+    def _heard(self, name: str, drawn: Sequence[Drawn], ending: str | Exception | None) -> None:
+        self._loop.call_soon_threadsafe(self._take, name, drawn, ending)
+
+    def _take(self, name: str, drawn: Sequence[Drawn], ending: str | Exception | None) -> None:
+        item = self._calls.get(name)
+        if item is None:
+            return
+        row = item.calls[name]
+        greedy = item.request.sampling.temperature == 0
+        for token, logprob, plain in drawn:
+            row.take(token, 0.0 if greedy else logprob, plain)
+        if ending is not None or row.finish:
+            del item.calls[name], self._calls[name]
+        if isinstance(ending, Exception):
+            self._forget(item)
+            if not item.answer.done():
+                item.answer.set_exception(ending)
+        elif ending is not None or row.finish:
+            row.finish = row.finish or str(ending)
+            self._settle(item)
+        if not self._calls:
+            self._idle.set()
+
+    def _settle(self, item: Item) -> None:
+        if all(row.finish for row in item.rows):
+            self._forget(item)
+            if not item.answer.done():
+                completions = tuple(row.completion() for row in item.rows)
+                item.answer.set_result(GenerateResult(request_id=item.request.request_id, completions=completions))
+
+    def _forget(self, item: Item) -> None:
+        if self._items.pop(item.request.request_id, None) is not None and item.adapter is not None:
+            self._shelf.use(item.adapter, -1)
+
+    def _version(self, adapter: str | None) -> str:
+        """Return the version of what answers: the base's, or the adapter's where that is the later one."""
+        base = WeightVersion.parse(self._sink.base_version)
+        own = version_of(adapter) if adapter is not None else None
+        return str(max(base, own) if own is not None else base)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End the named requests between two steps with what they have."""
+        await self._end([self._items[name] for name in request_ids if name in self._items])
+
+    async def _end(self, items: Sequence[Item]) -> None:
+        await self._take_out(items)
+        for item in items:
+            for row in item.rows:
+                row.finish = row.finish or "abort"
+            self._settle(item)
+        self._waiting = [item for item in self._waiting if item not in items]
+
+    async def _take_out(self, items: Iterable[Item]) -> None:
+        """Let no row of these run in vLLM any more; what it drew until then is taken."""
+        items = list(items)
+        names = [name for item in items for name in item.calls]
+        if names:
+            await self._form.drop(names)
+            await asyncio.sleep(0)  # what was heard before the drop lies ready on the loop
+        for item in items:
+            for name in [name for name in names if name in item.calls]:
+                del item.calls[name], self._calls[name]
+        if not self._calls:
+            self._idle.set()
+
+    # ---- pause and weights
+    async def pause(self, mode: str = "wait") -> None:
+        """Take rows out of vLLM (keep, abort) or let them end (wait); wakes a sleeper."""
+        if mode not in PAUSE_MODES:
+            message = f"pause mode is {mode!r}; it is one of {', '.join(PAUSE_MODES)}"
+            raise ConfigError(message)
+        was, arrived = self.state, list(self._waiting)
+        self._open = False
+        try:
+            if mode == "wait":
+                while self._calls:
+                    self._idle.clear()
+                    await self._idle.wait()
+            running = [item for item in self._items.values() if item not in arrived]
+            if mode == "abort":
+                await self._end([item for item in self._items.values() if item not in arrived or item.rows[0].cuts])
+            elif mode == "keep":
+                await self._take_out(running)
+                self._waiting = [*(item for item in running if item.request.request_id in self._items), *self._waiting]
+            if was == "asleep":
+                await self._form.wake()
+        except BaseException:
+            if was == "ready":
+                self._go_on()
+            raise
+
+    def _go_on(self) -> None:
+        """Hand over what was held or frozen, in the order in which it came."""
+        self._open = True
+        waiting = {id(item): item for item in self._waiting}
+        self._waiting = []
+        self._submit(item for item in waiting.values() if item.request.request_id in self._items and not item.calls)
+
+    async def resume(self, version: str | None = None) -> None:
+        """Publish the finished update's version, or go on with the present one; UnfitError while unfit."""
+        await asyncio.to_thread(self._sink.publish, version)
+        self._go_on()
+
+    def weights(self) -> WeightSink:
+        """Return the engine's sink, the same object each time."""
+        found: WeightSink = self._sink
+        return found
+
+    # ---- adapters
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Register a PEFT adapter from a folder; a request in flight under an older name goes on with its own."""
+        check_folder(name, folder, self._modules)
+        await asyncio.to_thread(self._register, name, folder, False)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Drop an adapter; StateError while a request in flight uses it."""
+        self._shelf.check_drop(name)
+        await asyncio.to_thread(self._form.unload, name)
+        self._shelf.take(name)
+
+    def _arrived(self, name: str, folder: str) -> None:
+        check_folder(name, folder, self._modules)
+        self._register(name, folder, True)
+
+    def _register(self, name: str, folder: str, owned: bool) -> None:
+        self._shelf.check_new(name)
+        for old in self._shelf.surplus():
+            self._form.unload(old)
+            self._shelf.take(old)
+        self._form.load(name, folder)
+        self._shelf.put(Held(name, folder, owned))
+
+    def _withdrawn(self, name: str) -> None:
+        if name in self._shelf.names():
+            self._form.unload(name)
+            self._shelf.take(name)
+
+    # ---- memory and end
+    async def release_memory(self) -> None:
+        """Give the memory of weights and caches back. StateError while requests are running."""
+        if self.state == "ready" and self._items:
+            message = "memory cannot be released while requests run; pause the engine first"
+            raise StateError(message)
+        was, self._open = self.state, False
+        try:
+            await self._form.sleep()
+        except BaseException:
+            if was == "ready":
+                self._go_on()
+            raise
+
+    async def resume_memory(self) -> None:
+        """Take the memory again; the engine stays paused."""
+        await self._form.wake()
+
+    async def close(self) -> None:
+        """Abort what is in flight and end vLLM."""
+        if not self._built:
+            return
+        self._built = self._open = False
+        try:
+            if hasattr(self, "_sink"):
+                await self._end(list(self._items.values()))
+        finally:
+            await self._form.close()
+            self._shelf.clear()
+
+    def health(self) -> Mapping[str, Any]:
+        """Return state, versions, adapters and what is in flight."""
+        if not self._built or not hasattr(self, "_sink"):
+            return {"state": self.state}
+        return {
+            "state": self.state,
+            "weights": self._sink.state,
+            "version": self._sink.version,
+            "base_version": self._sink.base_version,
+            "adapters": self._shelf.names(),
+            "requests": len(self._items),
+            **self._form.health(),
+        }

@@ -1,0 +1,288 @@
+"""vLLM in this process: its engine's steps run on a thread of ours, so that every wish is met between two of them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import TYPE_CHECKING, Any
+
+from powertrain.errors import ConfigError, DeadlineError, StateError
+from powertrain_vllm.settings import engine_arguments
+from powertrain_vllm.versions import generation
+
+if TYPE_CHECKING:
+    from powertrain.interfaces.build import EngineSpec
+    from powertrain_vllm.backend import Call, Heard
+    from powertrain_vllm.worker import VllmSink
+
+logger = logging.getLogger(__name__)
+CLOSE_SECONDS = 15.0
+CALL_SECONDS = 300.0
+_living: set[int] = set()
+"""Engines of this process that have not been closed."""
+MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
+
+
+class InProcess:
+    """One vLLM engine of one rank. See `Form`."""
+
+    max_model_len: int
+    vocabulary: int
+
+    def __init__(self) -> None:
+        self._engine: Any = None
+        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._running: set[str] = set()
+        self._fault: Exception | None = None
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._numbers: dict[str, Any] = {}
+        self._count = 0
+
+    async def start(self, spec: EngineSpec, options: Mapping[str, Any], heard: Heard) -> None:
+        """Load the model here and start the thread. ConfigError for more than one rank."""
+        if spec.place.world != 1:
+            message = f"vLLM in this process has one rank, and this engine has {spec.place.world}; use form=server for t and p"
+            raise ConfigError(message)
+        self._heard = heard
+        await asyncio.to_thread(self._build, spec, options)
+        self._thread = threading.Thread(target=self._run, name="powertrain-vllm", daemon=True)
+        self._thread.start()
+
+    def _build(self, spec: EngineSpec, options: Mapping[str, Any]) -> None:
+        import vllm
+
+        about = generation(vllm.__version__, allow=options.get("untested_version") == "allow")
+        os.environ[MULTIPROCESSING] = "0"
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        from powertrain_vllm.worker import Seat, before_load
+
+        before_load()
+        arguments = engine_arguments(spec, options, native_head=about.head_dtype)
+        try:
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
+        except (TypeError, ValueError) as exc:
+            message = f"vLLM {vllm.__version__} does not start with these arguments: {exc}"
+            raise ConfigError(message) from exc
+        _living.add(id(self))
+        worker = self._engine.model_executor.driver_worker.worker
+        self._seat = Seat(worker, fp32_head=spec.head.fp32, native_head=about.head_dtype)
+        self.vocabulary = self._seat.vocabulary
+        self.max_model_len = int(self._engine.model_config.max_model_len)
+        self._seat.sink.forget = self._forget
+        self._lora = bool(arguments.get("enable_lora"))
+
+    # ---- rows
+    def submit(self, calls: Sequence[Call]) -> None:
+        """Hand over calls; those that come after a fault hear of it at once."""
+        self._post(lambda: [self._admit(call) for call in calls])
+
+    async def drop(self, names: Sequence[str]) -> None:
+        """End calls between two steps."""
+        await asyncio.wrap_future(self._post(lambda: self._drop(set(names))))
+
+    def _drop(self, names: set[str]) -> None:
+        running = names & self._running
+        self._running -= running
+        if running:
+            self._engine.abort_request(list(running))
+
+    def _post(self, work: Callable[[], Any]) -> Future[Any]:
+        """Let the thread do something between two steps, in the order of these calls."""
+        done: Future[Any] = Future()
+        self._work.put((work, done))
+        if self._thread is None or not self._thread.is_alive():
+            self._serve_queue(block=False)  # nobody steps any more, so this thread may
+        return done
+
+    def _do(self, work: Callable[[], Any], seconds: float = CALL_SECONDS) -> Any:
+        """As `_post`, and wait for its answer; DeadlineError when it does not come."""
+        try:
+            return self._post(work).result(seconds)
+        except FutureTimeout as exc:
+            message = f"vLLM's step did not end within {seconds:g} s"
+            raise DeadlineError(message, who="powertrain-vllm", what="a step", seconds=seconds) from exc
+
+    def _serve_queue(self, *, block: bool) -> None:
+        while True:
+            try:
+                work, done = self._work.get(block)
+            except queue.Empty:
+                return
+            block = False
+            if not done.set_running_or_notify_cancel():
+                continue
+            try:
+                done.set_result(work())
+            except BaseException as exc:  # noqa: BLE001 - whoever asked gets it
+                done.set_exception(exc)
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._serve_queue(block=not self._running)
+            if not self._running or self._closing:
+                continue
+            try:
+                outputs = self._engine.step()
+            except Exception as exc:  # noqa: BLE001 - every call gets it
+                self._broken(exc)
+                continue
+            for output in outputs:
+                self._tell(output)
+
+    def _admit(self, call: Call) -> None:
+        if self._fault is not None or self._closing:
+            self._heard(call.name, (), self._fault or StateError("the engine is closed"))
+            return
+        try:
+            self._engine.add_request(
+                call.name,
+                {"prompt_token_ids": list(call.tokens)},
+                sampling(call),
+                lora_request=self._numbers[call.adapter] if call.adapter is not None else None,
+            )
+        except (ValueError, TypeError, KeyError) as exc:
+            message = f"vLLM refuses a request of {len(call.tokens)} tokens: {exc}"
+            self._heard(call.name, (), ConfigError(message))
+            return
+        self._running.add(call.name)
+
+    def _tell(self, output: Any) -> None:
+        name = output.request_id
+        if name not in self._running:
+            return
+        if output.finished:
+            self._running.discard(name)
+        found = output.outputs[0]
+        drawn = []
+        for token, told in zip(found.token_ids, found.logprobs or (), strict=True):
+            plain, own = told[token].logprob, told[(token + 1) % self.vocabulary].logprob
+            drawn.append((token, own, plain))
+        self._heard(name, drawn, found.finish_reason if output.finished else None)
+
+    def _broken(self, exc: Exception) -> None:
+        logger.exception("vLLM's step failed")
+        message = f"vLLM broke off in a step and answers no more: {type(exc).__name__}: {exc}"
+        self._fault = StateError(message)
+        running, self._running = self._running, set()
+        for name in running:
+            self._heard(name, (), self._fault)
+
+    # ---- weights, adapters, memory
+    def sink(self) -> VllmSink:
+        """Return the sink, which writes into the model's parameters."""
+        return self._seat.sink
+
+    def _forget(self) -> None:
+        if not self._do(self._engine.reset_prefix_cache):
+            message = "vLLM did not give its prefix cache up; a request is running that should not be"
+            raise StateError(message)
+
+    async def reset_caches(self) -> None:
+        """Forget all prefix caches."""
+        await asyncio.to_thread(self._forget)
+
+    def load(self, name: str, folder: str) -> None:
+        """Load an adapter, so that what is wrong with it shows now."""
+        from vllm.lora.request import LoRARequest
+
+        if not self._lora:
+            message = f"adapter {name!r} cannot be loaded: vLLM was started without room for any; set enable_lora=true"
+            raise ConfigError(message)
+        self._count += 1
+        request = LoRARequest(name, self._count, folder)
+        try:
+            loaded = self._do(lambda: self._engine.add_lora(request))
+        except DeadlineError:
+            raise
+        except Exception as exc:
+            message = f"vLLM does not take adapter {name!r}: {exc}"
+            raise ConfigError(message) from exc
+        if not loaded:
+            message = f"vLLM did not load adapter {name!r}"
+            raise ConfigError(message)
+        self._numbers[name] = request
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter."""
+        request = self._numbers.pop(name, None)
+        if request is not None:
+            self._do(lambda: self._engine.remove_lora(request.lora_int_id))
+
+    async def sleep(self) -> None:
+        """Move the weights to the host and give up the KV cache; on a CPU only the caches are forgotten."""
+        await asyncio.to_thread(self._sleep, True)
+
+    async def wake(self) -> None:
+        """Undo `sleep`."""
+        await asyncio.to_thread(self._sleep, False)
+
+    def _sleep(self, asleep: bool) -> None:
+        able = bool(self._engine.vllm_config.model_config.enable_sleep_mode)
+        if asleep:
+            self._forget()
+        if able:
+            self._do(lambda: self._engine.sleep(level=1) if asleep else self._engine.wake_up())
+        if not asleep:
+            self._forget()
+
+    async def close(self) -> None:
+        """End the thread and free the engine."""
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        if self._thread is not None:
+            self._post(self._end)
+            self._thread.join(CLOSE_SECONDS)
+            if self._thread.is_alive():
+                message = f"vLLM's step did not end within {CLOSE_SECONDS:g} s"
+                raise DeadlineError(message, who="powertrain-vllm", what="its end", seconds=CLOSE_SECONDS)
+            self._thread = None
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            if hasattr(self, "_seat"):
+                self._seat.close()
+                del self._seat
+            _living.discard(id(self))
+            if not _living:  # it ends the process groups, which all of this process share
+                engine.engine_core.shutdown()
+            del engine
+            gc.collect()
+
+    def _end(self) -> None:
+        self._closing = True
+        running, self._running = self._running, set()
+        for name in running:
+            self._heard(name, (), StateError("the engine was closed"))
+
+    def health(self) -> Mapping[str, Any]:
+        """Return how many rows are running, and what broke."""
+        return {"rows": len(self._running), **({"fault": str(self._fault)} if self._fault else {})}
+
+
+def sampling(call: Call) -> Any:
+    """Return vLLM's parameters of a call: tokens as they come, every one with its log-probs, no text."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=call.most,
+        temperature=call.temperature,
+        top_p=call.top_p,
+        top_k=call.top_k,
+        stop_token_ids=list(call.stop),
+        seed=call.key % 2**63,
+        logprobs=1,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )

@@ -1,0 +1,47 @@
+"""What vLLM is started with: the engine arguments that follow from a run, and those that its user gave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from powertrain.interfaces.build import EngineSpec
+
+OWN: Final = ("form", "url", "api_key_env", "max_adapters", "stale_adapter", "untested_version", "host", "port")
+"""Options that are this plugin's and not vLLM's."""
+
+
+def engine_arguments(spec: EngineSpec, options: Mapping[str, Any], *, native_head: bool) -> dict[str, Any]:
+    """Return vLLM's engine arguments by name; options: resolved, None where vLLM's default holds.
+
+    native_head: this version has the model config's `head_dtype`. What a user gives wins over what only suits most runs;
+    what a run's promises rest on (model, dtype, seed, ranks) cannot be given as an option, see `powertrain_vllm.hooks`.
+    """
+    given = {name: value for name, value in options.items() if name not in OWN and value is not None}
+    cuda = spec.place.device == "cuda"
+    suits: dict[str, Any] = {
+        "enforce_eager": not cuda,
+        "disable_log_stats": True,
+        "generation_config": "vllm",
+        "skip_tokenizer_init": True,
+    }
+    if cuda:
+        suits["enable_sleep_mode"] = True
+    if given.get("enable_lora"):
+        most = int(options.get("max_adapters") or 1)
+        suits |= {"max_loras": most, "max_cpu_loras": max(most, int(given.get("max_loras") or 0))}
+    overrides = dict(given.pop("hf_overrides", None) or {})
+    if native_head and spec.head.fp32:
+        overrides["head_dtype"] = "float32"
+    fixed = {
+        "model": spec.model,
+        "dtype": spec.dtype,
+        "seed": spec.seed % 2**31,
+        "tensor_parallel_size": spec.axes.get("t", 1),
+        "pipeline_parallel_size": spec.axes.get("p", 1),
+        "enable_expert_parallel": spec.axes.get("e", 1) > 1,
+        "hf_overrides": overrides,
+        "max_logprobs": max(1, int(given.pop("max_logprobs", None) or 20)),
+    }
+    return {**suits, **given, **fixed}

@@ -1,0 +1,33 @@
+"""Which vLLM this plugin works with, and what differs between its versions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from packaging.version import Version
+
+from powertrain.errors import ConfigError
+
+FIRST: Final = Version("0.23")
+BELOW: Final = Version("0.33")
+TESTED: Final = "0.23.0 (CUDA) and 0.32.0 (CPU)"
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What a version has. head_dtype: the model config's option for a float32 LM head (from 0.26)."""
+
+    head_dtype: bool
+
+
+def generation(version: str, *, allow: bool = False) -> Generation:
+    """Return what the installed version has; ConfigError outside the range that was tested, unless allowed."""
+    found = Version(Version(version).base_version)
+    if not FIRST <= found < BELOW and not allow:
+        message = (
+            f"vLLM {version} is installed; this plugin works with {FIRST} up to below {BELOW} and was tested with {TESTED}. "
+            "Install one of those, or take it on yourself with untested_version=allow"
+        )
+        raise ConfigError(message)
+    return Generation(head_dtype=found >= Version("0.26"))

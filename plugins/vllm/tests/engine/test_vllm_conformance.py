@@ -1,0 +1,9 @@
+"""The `vllm` engine, in this process, keeps what core's suite asks of an inference engine."""
+
+from powertrain.testing import InferEngineSuite
+
+
+class TestVllm(InferEngineSuite):
+    backend = "vllm"
+    patience = 40.0
+    options = {"enable_lora": True, "max_lora_rank": 8, "max_model_len": 256}
