@@ -41,6 +41,20 @@ class Call:
 PREFIX = "powertrain-"
 """By this the sampler in vLLM's workers knows rows of ours (`powertrain_vllm.sampler`)."""
 
+HOTTEST = 2.0
+"""vLLM takes no temperature above it; the sampler, which does, reads a higher one in the name that a call has there."""
+
+
+def name_there(call: Call) -> str:
+    """Return a call's name in vLLM; `name_here` undoes it."""
+    return call.name if call.temperature <= HOTTEST else f"{call.name}~{call.temperature!r}~"
+
+
+def name_here(name: str) -> str:
+    """Return the name of the call that has this one in vLLM."""
+    return name.partition("~")[0]
+
+
 Heard = Callable[[str, Sequence[Drawn], "str | Exception | None"], None]
 """Called with a call's name, the tokens drawn since, and how it ended ("stop", "length"), what broke it, or None."""
 

@@ -183,6 +183,11 @@ class VllmEngine(InferEngine):
             del item.calls[name], self._calls[name]
         if isinstance(ending, Exception):
             self._forget(item)
+            others = list(item.calls)
+            for other in others:
+                del item.calls[other], self._calls[other]
+            if others:  # samples of one request end together
+                self._dropping = self._loop.create_task(self._form.drop(others))
             if not item.answer.done():
                 item.answer.set_exception(ending)
         elif ending is not None or row.finish:

@@ -14,6 +14,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Any
 
 from powertrain.errors import ConfigError, DeadlineError, StateError
+from powertrain_vllm.backend import HOTTEST, name_here, name_there
 from powertrain_vllm.settings import engine_arguments
 from powertrain_vllm.versions import generation
 
@@ -39,7 +40,7 @@ class InProcess:
     def __init__(self) -> None:
         self._engine: Any = None
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        self._running: set[str] = set()
+        self._running: dict[str, str] = {}
         self._fault: Exception | None = None
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -91,10 +92,9 @@ class InProcess:
         await asyncio.wrap_future(self._post(lambda: self._drop(set(names))))
 
     def _drop(self, names: set[str]) -> None:
-        running = names & self._running
-        self._running -= running
+        running = [self._running.pop(name) for name in names if name in self._running]
         if running:
-            self._engine.abort_request(list(running))
+            self._engine.abort_request(running)
 
     def _post(self, work: Callable[[], Any]) -> Future[Any]:
         """Let the thread do something between two steps, in the order of these calls."""
@@ -136,8 +136,11 @@ class InProcess:
             except Exception as exc:  # noqa: BLE001 - every call gets it
                 self._broken(exc)
                 continue
-            for output in outputs:
-                self._tell(output)
+            try:
+                for output in outputs:
+                    self._tell(output)
+            except Exception as exc:  # noqa: BLE001 - as above: a thread that ends in silence would leave them waiting
+                self._broken(exc)
 
     def _admit(self, call: Call) -> None:
         if self._fault is not None or self._closing:
@@ -145,23 +148,23 @@ class InProcess:
             return
         try:
             self._engine.add_request(
-                call.name,
+                name_there(call),
                 {"prompt_token_ids": list(call.tokens)},
                 sampling(call),
                 lora_request=self._numbers[call.adapter] if call.adapter is not None else None,
             )
-        except (ValueError, TypeError, KeyError) as exc:
-            message = f"vLLM refuses a request of {len(call.tokens)} tokens: {exc}"
+        except Exception as exc:  # noqa: BLE001 - the call gets it, and no other is lost
+            message = f"vLLM refuses a request of {len(call.tokens)} tokens: {type(exc).__name__}: {exc}"
             self._heard(call.name, (), ConfigError(message))
             return
-        self._running.add(call.name)
+        self._running[call.name] = name_there(call)
 
     def _tell(self, output: Any) -> None:
-        name = output.request_id
+        name = name_here(output.request_id)
         if name not in self._running:
             return
         if output.finished:
-            self._running.discard(name)
+            del self._running[name]
         found = output.outputs[0]
         drawn = []
         for token, told in zip(found.token_ids, found.logprobs or (), strict=True):
@@ -173,7 +176,7 @@ class InProcess:
         logger.exception("vLLM's step failed")
         message = f"vLLM broke off in a step and answers no more: {type(exc).__name__}: {exc}"
         self._fault = StateError(message)
-        running, self._running = self._running, set()
+        running, self._running = self._running, {}
         for name in running:
             self._heard(name, (), self._fault)
 
@@ -253,20 +256,33 @@ class InProcess:
                 self._seat.close()
                 del self._seat
             _living.discard(id(self))
-            if not _living:  # it ends the process groups, which all of this process share
-                engine.engine_core.shutdown()
+            _shut_down(engine, last=not _living)
             del engine
             gc.collect()
 
     def _end(self) -> None:
         self._closing = True
-        running, self._running = self._running, set()
+        running, self._running = self._running, {}
         for name in running:
             self._heard(name, (), StateError("the engine was closed"))
 
     def health(self) -> Mapping[str, Any]:
         """Return how many rows are running, and what broke."""
         return {"rows": len(self._running), **({"fault": str(self._fault)} if self._fault else {})}
+
+
+def _shut_down(engine: Any, *, last: bool) -> None:
+    """End an engine. vLLM would end the process groups with it, which all engines of this process share."""
+    client = engine.engine_core
+    if last:
+        client.shutdown()
+        return
+    if hasattr(client, "_finalizer"):
+        client._finalizer.detach()
+    core = client.engine_core
+    core.model_executor.shutdown()
+    core.scheduler.shutdown()
+    gc.unfreeze()
 
 
 def sampling(call: Call) -> Any:
@@ -276,7 +292,7 @@ def sampling(call: Call) -> Any:
 
     return SamplingParams(
         max_tokens=call.most,
-        temperature=call.temperature,
+        temperature=min(call.temperature, HOTTEST),
         top_p=call.top_p,
         top_k=call.top_k,
         stop_token_ids=list(call.stop),

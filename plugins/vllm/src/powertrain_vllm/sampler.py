@@ -45,6 +45,9 @@ class KeyedSampler(Sampler):  # type: ignore[misc]
             logits = processor.apply(logits)
         temperature = given(metadata.temperature, 0.0, torch.float32)
         temperature = torch.where(temperature < 1e-5, 0.0, temperature)
+        for row, name in enumerate(self._runner.input_batch.req_ids[:rows]):
+            if "~" in name:
+                temperature[row] = float(name.split("~")[1])
         top_p = given(metadata.top_p, 1.0, torch.float32)
         tokens, *told = draw(logits, temperature, top_k, top_p, self._uniforms(metadata.generators, rows, device))
         self._told = told[0], told[1]
