@@ -62,7 +62,9 @@ class Shelf:
                 return max(fitting, key=lambda other: version_of(other) or WeightVersion(0, 0))
         known = ", ".join(self._held) or "none"
         if name in self._gone:
-            message = f"adapter {name!r} was dropped; there is: {known}. Raise max_adapters, or set stale_adapter=newest"
+            message = (
+                f"adapter {name!r} was dropped; there is: {known}. Raise max_adapters, or set stale_adapter=newest"
+            )
         else:
             message = f"no adapter {name!r} is loaded{nearest(name, self._held)}; there is: {known}"
         raise ConfigError(message)
@@ -128,7 +130,7 @@ def version_of(name: str) -> WeightVersion | None:
 
 
 def check_folder(name: str, folder: str, modules: Iterable[str]) -> None:
-    """Check a PEFT adapter before vLLM sees it, which passes over keys that fit no module. ConfigError says what is wrong.
+    """Check a PEFT adapter before vLLM sees it, which passes over keys that fit no module; ConfigError says why.
 
     modules: names of the model's modules that have a weight.
     """

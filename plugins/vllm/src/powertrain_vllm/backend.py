@@ -1,7 +1,7 @@
-"""What the two forms of the engine have in common: rows that are being answered, and the calls that a form serves.
+"""What engine and vLLM say to each other: rows that are being answered, and the calls that a form of vLLM serves.
 
 `VllmEngine` turns requests into rows (one for each sample), holds what arrives while it is paused, cuts segments and
-puts completions together. A form (`InProcess`, `Server`) runs rows on vLLM and says which tokens it drew.
+puts completions together. A form (`InProcess`) runs rows on vLLM and says which tokens it drew.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The `vllm` inference engine: requests become rows on vLLM, in this process or in a server."""
+"""The `vllm` inference engine: requests become rows on vLLM."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Item:
 
 
 class VllmEngine(InferEngine):
-    """One vLLM engine. Requests that are held or frozen lie here and not in vLLM: while the engine is paused nothing runs.
+    """One vLLM engine. Requests that are held or frozen lie here, not in vLLM: while the engine is paused nothing runs.
 
-    A frozen row is taken out of vLLM and handed over again after `resume`, with what it has so far as part of its prompt:
-    its caches are made anew, and the token where it was cut is where its next segment begins.
+    A frozen row is taken out of vLLM and handed over again after `resume`, with what it has so far as part of its
+    prompt: its caches are made anew, and where it was cut its next segment begins.
     """
 
     _form: Form
@@ -74,14 +74,9 @@ class VllmEngine(InferEngine):
         self._options = resolve(OPTIONS, spec.options, where="backend vllm")
         self._loop = asyncio.get_running_loop()
         self._shelf = Shelf(self._options["max_adapters"], self._options["stale_adapter"])
-        if self._options["form"] == "server" or self._options["url"]:
-            from powertrain_vllm.server import Server
+        from powertrain_vllm.inprocess import InProcess
 
-            self._form = Server()
-        else:
-            from powertrain_vllm.inprocess import InProcess
-
-            self._form = InProcess()
+        self._form = InProcess()
         self._built = True
         await self._form.start(spec, self._options, self._heard)
         self._sink: Any = self._form.sink()
@@ -119,7 +114,7 @@ class VllmEngine(InferEngine):
 
     def _item(self, request: GenerateRequest) -> Item:
         if self._sink.state == "unfit":
-            message = f"the weights are neither version {self._sink.version} nor another; an update must heal them first"
+            message = f"weights are neither version {self._sink.version} nor another; an update must heal them first"
             raise UnfitError(message)
         adapter = None
         if request.adapter is not None:
@@ -142,7 +137,7 @@ class VllmEngine(InferEngine):
         return Item(request, Row.of(request), adapter, asyncio.get_running_loop().create_future(), {})
 
     def _submit(self, items: Iterable[Item]) -> None:
-        """Hand over all rows that have not ended; from here on their tokens are of the version that is published now."""
+        """Hand over all rows that have not ended; from here on their tokens are of the version published now."""
         calls = []
         for item in items:
             version = self._version(item.adapter)

@@ -1,4 +1,4 @@
-"""The LM head in float32: vLLM's own option where the version has it, else its product replaced in the running model."""
+"""The LM head in float32: vLLM's own option where the version has it, else its product replaced in the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOLERANCE = 1e-4
 class Fp32Head:
     """Stands in the place of a head's `quant_method`: logits are float32 products of the weights as they are now.
 
-    On a card inputs of 16 bits are multiplied with float32 sums and results, as vLLM's own option does in later versions.
+    On a card inputs of 16 bits are multiplied with float32 sums and results, as vLLM's own option does later.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -42,7 +42,7 @@ def head_of(model: Any) -> Any:
     found = getattr(model, "lm_head", None)
     found = getattr(found, "base_layer", found)
     if not hasattr(found, "quant_method"):
-        message = f"{type(model).__name__} has no `lm_head` here, so that its precision cannot be seen to; say head.fp32=false"
+        message = f"{type(model).__name__} has no `lm_head`, so its precision cannot be seen to; say head.fp32=false"
         raise ConfigError(message)
     return found
 
@@ -58,8 +58,8 @@ def install(model: Any) -> None:
 def check(model: Any, dtype: torch.dtype, *, fp32: bool) -> float:
     """Hold the head to a product of its own weights; returns the largest difference as a share of the largest logit.
 
-    ConfigError when logits are not of the dtype that was asked for, or, for float32, are 16-bit numbers in its clothes or
-    not the product. All ranks of an instance call it together.
+    ConfigError when logits are not of the dtype that was asked for, or, for float32, are rounded to 16 bits or not the
+    product. All ranks of an instance call it together.
     """
     head = head_of(model)
     weight = head.weight

@@ -1,4 +1,4 @@
-"""The spec of the backend `vllm`. The engine is not there yet: config strings with it are explained, not run.
+"""The spec of the backend `vllm`.
 
 Options carry the names of vLLM's engine arguments; one that is not given is left to vLLM's own default.
 """
@@ -10,10 +10,9 @@ from powertrain.options import OptionSpec
 from powertrain.specs import BackendSpec, Support
 
 OPTIONS = (
-    OptionSpec(name="form", default="inprocess", choices=("inprocess", "server"), help="Where vLLM runs."),
-    OptionSpec(name="url", help="A server that already runs."),
-    OptionSpec(name="api_key_env", help="Variable that holds a server's key."),
-    OptionSpec(name="max_adapters", type="int", default=4, minimum=1, help="LoRA adapters kept; the oldest unused goes."),
+    OptionSpec(
+        name="max_adapters", type="int", default=4, minimum=1, help="LoRA adapters kept; the oldest unused goes."
+    ),
     OptionSpec(
         name="stale_adapter", default="refuse", choices=("refuse", "newest"), help="What a dropped adapter's name gets."
     ),
@@ -54,7 +53,8 @@ def powertrain_backend() -> BackendSpec:
         role="infer",
         engine="powertrain_vllm.engine:VllmEngine",
         manifest="powertrain_vllm.manifest:manifest",
-        summary="vLLM servers",
+        environment="powertrain_vllm.environment:environment",
+        summary="vLLM in a worker's process, CPU or GPU; one card an instance",
         axes=("d", "p", "t", "e"),
         options=OPTIONS,
         requires=("vllm",),

@@ -50,7 +50,7 @@ class InProcess:
     async def start(self, spec: EngineSpec, options: Mapping[str, Any], heard: Heard) -> None:
         """Load the model here and start the thread. ConfigError for more than one rank."""
         if spec.place.world != 1:
-            message = f"vLLM in this process has one rank, and this engine has {spec.place.world}; use form=server for t and p"
+            message = f"vLLM runs in this process with one rank, and this engine has {spec.place.world}; use d for more"
             raise ConfigError(message)
         self._heard = heard
         await asyncio.to_thread(self._build, spec, options)

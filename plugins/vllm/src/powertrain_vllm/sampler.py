@@ -32,7 +32,7 @@ class KeyedSampler(Sampler):  # type: ignore[misc]
         self._told: tuple[Tensor, Tensor] | None = None
 
     def sample(self, logits: Tensor, metadata: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Draw a token for each row of float32 logits [R, V]; returns int64 [R] and no log-probs, which `gather` makes."""
+        """Draw a token for each row of float32 logits [R, V]; returns int64 [R], and no log-probs yet."""
         rows, device = logits.shape[0], logits.device
 
         def given(values: Tensor | None, default: float, dtype: torch.dtype) -> Tensor:

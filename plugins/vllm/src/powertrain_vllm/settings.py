@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from powertrain.errors import ConfigError
+
 if TYPE_CHECKING:
     from powertrain.interfaces.build import EngineSpec
 
-OWN: Final = ("form", "url", "api_key_env", "max_adapters", "stale_adapter", "untested_version", "host", "port")
+OWN: Final = ("max_adapters", "stale_adapter", "untested_version")
 """Options that are this plugin's and not vLLM's."""
 
 
 def engine_arguments(spec: EngineSpec, options: Mapping[str, Any], *, native_head: bool) -> dict[str, Any]:
     """Return vLLM's engine arguments by name; options: resolved, None where vLLM's default holds.
 
-    native_head: this version has the model config's `head_dtype`. What a user gives wins over what only suits most runs;
-    what a run's promises rest on (model, dtype, seed, ranks) cannot be given as an option, see `powertrain_vllm.hooks`.
+    native_head: this version has the model config's `head_dtype`. What a user gives wins over what only suits most
+    runs, and never over what a run's promises rest on (model, dtype, seed, ranks).
     """
+    wanted = options.get("dtype") or "auto"
+    if wanted not in {"auto", spec.dtype}:
+        message = (
+            f"vllm?dtype={wanted}, and the run's dtype is {spec.dtype}; give the run's own key `dtype`, for both sides"
+        )
+        raise ConfigError(message)
     given = {name: value for name, value in options.items() if name not in OWN and value is not None}
     cuda = spec.place.device == "cuda"
     suits: dict[str, Any] = {

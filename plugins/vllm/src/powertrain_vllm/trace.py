@@ -1,8 +1,8 @@
-"""What a running model wants: where its own weight loaders would put each tensor of a checkpoint, found by watching them.
+"""What a running model wants: where its own weight loaders would put each tensor of a checkpoint, found by watching.
 
-The loaders are run on tensors that have shapes and no memory, and every copy that they ask for is noted in place of being
-done: which block of which checkpoint tensor would go where in which parameter. So fused, sharded, padded, replicated and
-expert layouts need no table here, of whatever model this version of vLLM has.
+The loaders are run on tensors that have shapes and no memory, and every copy that they ask for is noted in place of
+being done: which block of which checkpoint tensor would go where in which parameter. So fused, sharded, padded,
+replicated and expert layouts need no table here, of whatever model this version of vLLM has.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def trace(model: Any, shapes: Shapes) -> dict[str, list[tuple[torch.Tensor, torc
 def running_manifest(
     model: Any, shapes: Shapes, tied: Mapping[str, str], *, rank: int, world: int
 ) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    """Return this rank's manifest and its storages. ConfigError names a tensor whose way cannot be described by boxes."""
+    """Return this rank's manifest and its storages. ConfigError names a tensor whose way no box describes."""
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     places = {tensor.untyped_storage().data_ptr(): name for name, tensor in reversed(held.items()) if tensor.numel()}
     entries, used = [], {}
@@ -115,9 +115,7 @@ def _once(boxes: list[Box]) -> Iterator[Box]:
             yield box
 
 
-def _box(
-    name: str, shape: tuple[int, ...], source: torch.Tensor, target: torch.Tensor, storage: str, base: int
-) -> Box:
+def _box(name: str, shape: tuple[int, ...], source: torch.Tensor, target: torch.Tensor, storage: str, base: int) -> Box:
     """Return the box of one copy; both views have the same extent, dimension by dimension, but for those of size 1."""
     strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
     rest, start = source.storage_offset(), []
@@ -136,8 +134,8 @@ def _box(
         size[axis], place[axis] = n, step
     if not fits:
         message = (
-            f"a block {list(source.shape)} of {name!r} {list(shape)} goes into {list(target.shape)} of {storage!r} in a "
-            "way that is no box; this model cannot take new weights here"
+            f"a block {list(source.shape)} of {name!r} {list(shape)} goes into {list(target.shape)} of {storage!r} in "
+            "a way that is no box; this model cannot take new weights here"
         )
         raise ConfigError(message)
     stride = tuple(place.get(axis, prod(size[axis + 1 :])) for axis in range(len(shape)))

@@ -11,7 +11,7 @@ from powertrain.errors import ConfigError
 
 FIRST: Final = Version("0.23")
 BELOW: Final = Version("0.33")
-TESTED: Final = "0.23.0 (CUDA) and 0.32.0 (CPU)"
+TESTED: Final = "0.32.0 (CPU)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ def generation(version: str, *, allow: bool = False) -> Generation:
     found = Version(Version(version).base_version)
     if not FIRST <= found < BELOW and not allow:
         message = (
-            f"vLLM {version} is installed; this plugin works with {FIRST} up to below {BELOW} and was tested with {TESTED}. "
+            f"vLLM {version} is installed; this plugin works with {FIRST} to below {BELOW}, tested with {TESTED}. "
             "Install one of those, or take it on yourself with untested_version=allow"
         )
         raise ConfigError(message)

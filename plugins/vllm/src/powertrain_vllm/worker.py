@@ -1,4 +1,4 @@
-"""What powertrain has in each of vLLM's workers, of either form: patches before the model is loaded, a seat after it."""
+"""What powertrain has in a worker of vLLM: patches before the model is loaded, a seat after it."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ USERS = ("vllm.model_executor.layers.linear", "vllm.model_executor.layers.vocab_
 def before_load() -> None:
     """Let weights stay the parameters that vLLM computes with; called in every worker before its model is loaded.
 
-    On a CPU vLLM copies the weights of linear layers into layouts of oneDNN's and others', and empties the parameters. A
-    layer-wise reload makes these copies anew, but not that of a tied head, which goes on with the old weights and says
-    nothing. Without the copies an update is written in place, and a tied head follows it.
+    On a CPU vLLM copies the weights of linear layers into layouts of oneDNN's and others', and empties the parameters.
+    A layer-wise reload makes these copies anew, but not that of a tied head, which goes on with the old weights and
+    says nothing. Without the copies an update is written in place, and a tied head follows it.
     """
     from vllm.platforms import current_platform
 
@@ -56,9 +56,10 @@ def before_load() -> None:
 
 
 class VllmSink(BoxSink):
-    """Writes into a worker's parameters. paused: tells whether nothing is running. forget: drops prefix caches, where the
-    scheduler lives in this process. registered: takes an adapter that has arrived, as (name, folder); without it `arrived`
-    says where it lies.
+    """Writes into a worker's parameters.
+
+    paused: tells whether nothing is running. forget: drops prefix caches. registered: takes an adapter that has
+    arrived, as (name, folder).
     """
 
     def __init__(self, model: Any, manifest: Manifest, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
@@ -90,7 +91,9 @@ class VllmSink(BoxSink):
         folder = Path(tempfile.mkdtemp(prefix="adapter-", dir=self._folder))
         plain = {key: value for key, value in config.items() if value is not None}
         (folder / "adapter_config.json").write_text(json.dumps(plain), encoding="utf-8")
-        save_file({key: tensor.contiguous().cpu() for key, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+        save_file(
+            {key: tensor.contiguous().cpu() for key, tensor in tensors.items()}, folder / "adapter_model.safetensors"
+        )
         self.arrived = name, str(folder)
         if self.registered is not None:
             try:
@@ -169,8 +172,8 @@ def derive(model: Any) -> None:
 def hold(folder: str, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
     """Hold a manifest to what the checkpoint's values say: ConfigError where a box does not hold them.
 
-    Some versions lay weights out anew after loading, which no loader shows; an update would then put right values into
-    wrong places without an error. Of tensors that differ only in numbers in their names the first and the last are read.
+    Some versions lay weights out anew after loading, which no loader shows; an update would then put right values
+    into wrong places without an error. Of tensors whose names differ only in numbers the first and the last are read.
     """
     kinds: dict[str, list[Any]] = {}
     for entry in manifest:
@@ -184,8 +187,8 @@ def hold(folder: str, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -
             found = torch.as_strided(held, box.size, box.stride, held.storage_offset() + box.offset)
             if not torch.equal(found.cpu(), part.to(held.dtype)):
                 message = (
-                    f"{box.storage!r} does not hold {name!r} where vLLM's loader puts it; this version lays weights out "
-                    "anew after loading in a way that is not known here, so updates would be wrong"
+                    f"{box.storage!r} does not hold {name!r} where vLLM's loader puts it; this version lays weights "
+                    "out anew after loading in a way that is not known here, so updates would be wrong"
                 )
                 raise ConfigError(message)
 

@@ -1,0 +1,26 @@
+"""Variables that vLLM and torch read when they are imported; torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from powertrain.interfaces.build import EngineSpec
+
+
+def environment(options: Mapping[str, Any], spec: EngineSpec) -> dict[str, str]:
+    """Return what a worker needs: vLLM's engine in its own process, and on a card batch-invariant kernels.
+
+    A run's own `env` wins. On a CPU vLLM's batch-invariant mode does not start, and is not needed: see the tests.
+    """
+    found = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+    if spec.place.device == "cpu":
+        return {**found, "VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return {**found, **({"VLLM_BATCH_INVARIANT": "1"} if spec.deterministic else {})}
