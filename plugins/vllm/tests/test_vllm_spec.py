@@ -3,9 +3,14 @@ import sys
 
 import pytest
 
-from powertrain.errors import EngineNotReadyError, Violations
+from powertrain import EngineSpec
+from powertrain.errors import ConfigError, Violations
+from powertrain.interfaces.build import RankSpec
 from powertrain.options import resolve
 from powertrain.registry import Registry
+from powertrain_vllm.environment import environment
+from powertrain_vllm.settings import engine_arguments
+from powertrain_vllm.versions import generation
 
 HEAVY = ("torch", "numpy", "transformers", "ray", "vllm", "sglang", "megatron", "powertrain_vllm.engine")
 
@@ -27,9 +32,39 @@ def test_spec_tells_role_and_axes(spec):
     assert spec.axis_table()["d"].instances is (True)
 
 
-def test_engine_is_honestly_not_there(registry, spec):
-    with pytest.raises(EngineNotReadyError, match=r"^backend 'vllm' of powertrain-vllm \d.*no engine for it yet$"):
-        registry.load_class(spec)
+def test_versions_outside_the_tested_range_are_refused():
+    assert generation("0.32.0+cpu").head_dtype
+    assert not generation("0.23.0").head_dtype
+    for version in ("0.22.9", "0.33.0", "1.0"):
+        with pytest.raises(
+            ConfigError, match=rf"vLLM {version} is installed; .*0\.23 to below 0\.33.*untested_version"
+        ):
+            generation(version)
+    assert generation("0.33.0", allow=True).head_dtype
+
+
+def test_environment_says_where_vllm_computes():
+    cpu = environment({}, EngineSpec(backend="vllm", role="infer", model="m", deterministic=True))
+    assert cpu["VLLM_TARGET_DEVICE"] == "cpu"
+    assert "VLLM_BATCH_INVARIANT" not in cpu
+    card = RankSpec(device="cuda")
+    cuda = environment({}, EngineSpec(backend="vllm", role="infer", model="m", deterministic=True, place=card))
+    assert cuda["VLLM_BATCH_INVARIANT"] == "1"
+    assert "VLLM_TARGET_DEVICE" not in cuda
+    assert not [name for name in {**cpu, **cuda} if "RANK" in name or "WORLD" in name or "MASTER" in name]
+
+
+def test_a_runs_dtype_is_one_for_both_sides():
+    spec = EngineSpec(backend="vllm", role="infer", model="m", dtype="bfloat16")
+    assert engine_arguments(spec, {"dtype": "auto"}, native_head=True)["dtype"] == "bfloat16"
+    with pytest.raises(ConfigError, match=r"vllm\?dtype=float16.*bfloat16"):
+        engine_arguments(spec, {"dtype": "float16"}, native_head=True)
+
+
+def test_head_is_asked_of_vllm_where_it_has_it():
+    spec = EngineSpec(backend="vllm", role="infer", model="m")
+    assert engine_arguments(spec, {}, native_head=True)["hf_overrides"] == {"head_dtype": "float32"}
+    assert engine_arguments(spec, {}, native_head=False)["hf_overrides"] == {}
 
 
 def test_options_are_typed(spec):

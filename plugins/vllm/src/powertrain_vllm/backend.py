@@ -42,17 +42,26 @@ PREFIX = "powertrain-"
 """By this the sampler in vLLM's workers knows rows of ours (`powertrain_vllm.sampler`)."""
 
 HOTTEST = 2.0
-"""vLLM takes no temperature above it; the sampler, which does, reads a higher one in the name that a call has there."""
+"""vLLM takes no temperature above it; the sampler, which does, reads it in the name that a call has there."""
 
 
 def name_there(call: Call) -> str:
-    """Return a call's name in vLLM; `name_here` undoes it."""
-    return call.name if call.temperature <= HOTTEST else f"{call.name}~{call.temperature!r}~"
+    """Return a call's name in vLLM, with what the sampler needs: its key and temperature; `name_here` undoes it.
+
+    A seed would do for the key, but with one vLLM on a CPU breaks off where a prompt is cut in two.
+    """
+    return f"{call.name}~{call.key % 2**63}~{call.temperature!r}~"
 
 
 def name_here(name: str) -> str:
     """Return the name of the call that has this one in vLLM."""
     return name.partition("~")[0]
+
+
+def drawn_by(name: str) -> tuple[int, float] | None:
+    """Return key and temperature of a row of ours, by its name in vLLM, which puts its own things around it."""
+    parts = name.split("~")
+    return (int(parts[1]), float(parts[2])) if PREFIX in name and len(parts) >= 4 else None
 
 
 Heard = Callable[[str, Sequence[Drawn], "str | Exception | None"], None]

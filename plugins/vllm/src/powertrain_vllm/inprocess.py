@@ -296,7 +296,6 @@ def sampling(call: Call) -> Any:
         top_p=call.top_p,
         top_k=call.top_k,
         stop_token_ids=list(call.stop),
-        seed=call.key % 2**63,
         logprobs=1,
         ignore_eos=True,
         detokenize=False,

@@ -13,7 +13,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 
 from powertrain.tensors.sampling import draw, uniforms_on
-from powertrain_vllm.backend import PREFIX
+from powertrain_vllm.backend import HOTTEST, PREFIX, drawn_by
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +29,7 @@ class KeyedSampler(Sampler):  # type: ignore[misc]
     def __init__(self, runner: Any, vocabulary: int) -> None:
         super().__init__(runner.sampler.logprobs_mode)
         self._runner, self._vocabulary = runner, vocabulary
+        self._read: dict[str, tuple[int, float] | None] = {}
         self._told: tuple[Tensor, Tensor] | None = None
 
     def sample(self, logits: Tensor, metadata: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -45,28 +46,32 @@ class KeyedSampler(Sampler):  # type: ignore[misc]
             logits = processor.apply(logits)
         temperature = given(metadata.temperature, 0.0, torch.float32)
         temperature = torch.where(temperature < 1e-5, 0.0, temperature)
-        for row, name in enumerate(self._runner.input_batch.req_ids[:rows]):
-            if "~" in name:
-                temperature[row] = float(name.split("~")[1])
+        ours = self._ours(rows)
+        for row, (_, own) in ours.items():
+            if own > HOTTEST:
+                temperature[row] = own
         top_p = given(metadata.top_p, 1.0, torch.float32)
-        tokens, *told = draw(logits, temperature, top_k, top_p, self._uniforms(metadata.generators, rows, device))
+        tokens, *told = draw(logits, temperature, top_k, top_p, self._uniforms(ours, rows, device))
         self._told = told[0], told[1]
         return tokens, None
 
-    def _uniforms(self, generators: dict[int, torch.Generator], rows: int, device: torch.device) -> Tensor:
-        keys = [0] * rows
-        for row, generator in generators.items():
-            if row < rows:
-                keys[row] = generator.initial_seed()
+    def _uniforms(self, ours: dict[int, tuple[int, float]], rows: int, device: torch.device) -> Tensor:
+        keys = [ours[row][0] if row in ours else 0 for row in range(rows)]
         lengths = self._runner.seq_lens
         lengths = getattr(lengths, "gpu", lengths)[:rows].to(device, torch.int64)
         numbers = uniforms_on(torch.tensor(keys, device=device), lengths)
-        if len(generators) < rows:  # requests without a seed, of others
-            seeded = torch.zeros(rows, dtype=torch.bool)
-            seeded[[row for row in generators if row < rows]] = True
-            free = torch.rand(rows, dtype=torch.float64, device=device)
-            numbers = torch.where(seeded.to(device), numbers, free)
+        if len(ours) < rows:  # requests of others
+            keyed = torch.zeros(rows, dtype=torch.bool)
+            keyed[list(ours)] = True
+            numbers = torch.where(keyed.to(device), numbers, torch.rand(rows, dtype=torch.float64, device=device))
         return numbers
+
+    def _ours(self, rows: int) -> dict[int, tuple[int, float]]:
+        """Return row -> key and temperature of the rows that are ours; each name is read once."""
+        names = self._runner.input_batch.req_ids[:rows]
+        if any(name not in self._read for name in names):
+            self._read = {name: drawn_by(name) for name in names}
+        return {row: found for row, name in enumerate(names) if (found := self._read[name]) is not None}
 
     def compute_logprobs(self, logits: Tensor) -> Tensor:  # type: ignore[override]
         """Leave this to `gather_logprobs`, which knows whose rows they are."""
