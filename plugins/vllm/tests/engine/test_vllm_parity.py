@@ -1,0 +1,95 @@
+"""Log-probs of vLLM beside a plain float32 forward of transformers on the same weights, before and after updates."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from powertrain import EngineSpec, GenerateRequest, SamplingParams
+from powertrain.interfaces.weights import Piece
+from powertrain.tensors.models import quietly
+from powertrain.weights import Update, WeightVersion
+from powertrain_vllm.engine import VllmEngine
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+}
+EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
+MAKERS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
+    "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
+    "qwen3-tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)),
+    "qwen3-moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, tie_word_embeddings=False)),
+}
+PROMPT = (3, 1, 4, 1, 5)
+
+
+def model(kind, seed, folder):
+    from safetensors.torch import load_file
+
+    torch.manual_seed(seed)
+    made = MAKERS[kind]().float().eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(3.0) if parameter.dim() > 1 else None
+    with quietly():
+        made.save_pretrained(folder)
+    return made, load_file(folder / "model.safetensors")
+
+
+def apart(made, completion):
+    ids = torch.tensor([[*PROMPT, *completion.tokens]])
+    with torch.no_grad():
+        logits = made(ids).logits[0, len(PROMPT) - 1 : -1].double()
+    wanted = logits.log_softmax(-1).gather(1, torch.tensor(completion.tokens)[:, None])[:, 0].numpy()
+    return float(np.abs(completion.logprobs_t1 - wanted).max())
+
+
+async def ask(engine, name):
+    sampling = SamplingParams(max_tokens=24, n=4)
+    request = GenerateRequest(request_id=name, prompt=np.asarray(PROMPT), sampling=sampling)
+    return (await engine.generate(request)).completions
+
+
+async def update(engine, tensors, counter):
+    await engine.pause("wait")
+    sink = engine.weights()
+    sink.begin(Update(version=WeightVersion(1, counter)))
+    sink.apply([Piece(entry.name, (0,) * len(entry.shape), tensors[entry.name]) for entry in sink.manifest()])
+    sink.finish()
+    await engine.resume(f"1.{counter}")
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+async def test_logprobs_are_those_of_the_model_after_each_of_20_updates(kind, tmp_path):
+    old, old_tensors = model(kind, 0, tmp_path / "old")
+    new, new_tensors = model(kind, 1, tmp_path / "new")
+    engine = VllmEngine()
+    engine.prepare({})
+    options = {"max_model_len": 128}
+    await engine.build(EngineSpec(backend="vllm", role="infer", model=str(tmp_path / "old"), options=options))
+    try:
+        await engine.resume("1.1")
+        assert max(apart(old, one) for one in await ask(engine, "first")) < 1e-4
+        for counter in range(2, 22):
+            now, tensors = (new, new_tensors) if counter % 2 == 0 else (old, old_tensors)
+            await update(engine, tensors, counter)
+            answers = await ask(engine, f"r{counter}")
+            assert max(apart(now, one) for one in answers) < 1e-4
+            assert {segment.version for one in answers for segment in one.segments} == {f"1.{counter}"}
+    finally:
+        await engine.close()
