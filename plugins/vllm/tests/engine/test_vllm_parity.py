@@ -79,7 +79,7 @@ async def test_experts_that_vllm_packs_on_a_cpu_are_refused_when_the_engine_is_b
     model("qwen3-moe", 0, tmp_path)
     engine = VllmEngine()
     engine.prepare({})
-    with pytest.raises(ConfigError, match="does not hold 'model.layers.*experts.*lays weights out anew after loading"):
+    with pytest.raises(ConfigError, match=r"does not hold 'model.layers.*experts.*lays weights out anew after loading"):
         await engine.build(
             EngineSpec(backend="vllm", role="infer", model=str(tmp_path), options={"max_model_len": 128})
         )
