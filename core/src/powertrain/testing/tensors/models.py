@@ -89,7 +89,6 @@ def character_model(folder: Path, **changes: Any) -> None:
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 32,  # the least that engines have attention kernels for
         "max_position_embeddings": 64,
         "tie_word_embeddings": True,
         "eos_token_id": 0,
