@@ -106,6 +106,14 @@ def parse_adapter_name(name: str) -> tuple[str, WeightVersion]:
     return base, WeightVersion.parse(version)
 
 
+def version_of(name: str) -> WeightVersion | None:
+    """Return the version in a versioned adapter name, or None."""
+    try:
+        return parse_adapter_name(name)[1]
+    except ConfigError:
+        return None
+
+
 def adapter_config(spec: LoraSpec, *, base_model: str = "") -> Mapping[str, Any]:
     """Return what stands in PEFT's `adapter_config.json`. base_model: name or folder of the model it belongs to."""
     return {

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from powertrain.errors import ConfigError
 from powertrain.interfaces.data import Completion, Segment
 
 if TYPE_CHECKING:
@@ -18,6 +19,14 @@ def row_key(seed: int, request_id: str, sample: int) -> int:
     """Return the 64-bit key of one completion."""
     text = f"{seed}/{sample}/{request_id}".encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
+
+
+def check_prompt(request: GenerateRequest, vocabulary: int) -> None:
+    """Raise ConfigError for token ids outside of a model's vocabulary."""
+    least, most, last = int(request.prompt.min()), int(request.prompt.max()), vocabulary - 1
+    if least < 0 or most > last:
+        message = f"prompt of {request.request_id!r} holds {least} to {most}; it needs token ids from 0 to {last}"
+        raise ConfigError(message)
 
 
 @dataclass(eq=False, slots=True)

@@ -221,9 +221,7 @@ class BoxSink(WeightSink):
 
         A steady sink that never had a version takes its first one here.
         """
-        if self._state == "unfit":
-            message = f"the weights are neither version {self.version} nor another; an update must heal them first"
-            raise UnfitError(message)
+        self.check_fit()
         if self._state == "steady":
             if version is not None and version != self.version:
                 if self.version != "0.0":
@@ -251,6 +249,12 @@ class BoxSink(WeightSink):
             self.drop_adapter(self._opened.adapter)
         self._state = "steady" if self._intact else "unfit"
         self._update, self._offered, self._written, self._adapter = None, None, {}, {}
+
+    def check_fit(self) -> None:
+        """Raise UnfitError while no request can be answered."""
+        if self._state == "unfit":
+            message = f"the weights are neither version {self.version} nor another; an update must heal them first"
+            raise UnfitError(message)
 
     # ---- sharing
     def share(self, source: WeightSource, pieces: Iterable[Piece]) -> bool:

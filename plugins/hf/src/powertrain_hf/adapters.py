@@ -12,10 +12,10 @@ import torch
 
 from powertrain.errors import ConfigError, StateError
 from powertrain.options import nearest
-from powertrain.tensors.lora import match, parse_adapter_name, split_key, tensor_key
+from powertrain.tensors.lora import match, split_key, tensor_key
 
 if TYPE_CHECKING:
-    from powertrain.weights import WeightVersion
+    pass
 
 
 class Adapters:
@@ -43,13 +43,6 @@ class Adapters:
             known = ", ".join(self._inside) or "none"
             message = f"no adapter {name!r} is loaded{nearest(name, self._inside)}; there is: {known}"
             raise ConfigError(message)
-
-    def version(self, name: str) -> WeightVersion | None:
-        """Return the version in a versioned name (`policy-v2.17`), or None."""
-        try:
-            return parse_adapter_name(name)[1]
-        except ConfigError:
-            return None
 
     def load(self, name: str, folder: str) -> None:
         """Register the PEFT adapter in `folder`."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from powertrain.errors import ConfigError, StateError, UnfitError
+from powertrain.errors import ConfigError, StateError
 from powertrain.interfaces.infer import PAUSE_MODES, InferEngine
+from powertrain.tensors.early import set_early
 from powertrain_hf.scheduler import Chunk, Item, Scheduler
 
 if TYPE_CHECKING:
@@ -41,11 +40,7 @@ class HfEngine(InferEngine):
 
     def prepare(self, env: Mapping[str, str]) -> None:
         """Set the variables that differ; those that libraries have read already are warned about."""
-        changed = {name: value for name, value in env.items() if os.environ.get(name) != value}
-        os.environ.update(changed)
-        late = [name for name in changed if name in EARLY] if "torch" in sys.modules else []
-        if late:
-            logger.warning("set too late to have an effect in this process: %s", ", ".join(late))
+        set_early(env, EARLY, "torch")
 
     async def build(self, spec: EngineSpec) -> None:
         """Load the model and start the compute thread. ConfigError for more than one rank: instances are engines."""
@@ -88,21 +83,14 @@ class HfEngine(InferEngine):
         return await self._answers(items)
 
     def _item(self, request: GenerateRequest) -> Item:
-        from powertrain.tensors.rows import Row
+        from powertrain.tensors.rows import Row, check_prompt
 
         sink = self._machine.sink
-        if sink.state == "unfit":
-            message = f"the weights are neither version {sink.version} nor another; an update must heal them first"
-            raise UnfitError(message)
+        sink.check_fit()
         if request.adapter is not None:
             self._machine.adapters.check(request.adapter)
-            if request.adapter == sink.unpublished:
-                message = f"adapter {request.adapter!r} has arrived and is not published; resume with its version first"
-                raise ConfigError(message)
-        least, most, last = int(request.prompt.min()), int(request.prompt.max()), self._machine.vocabulary - 1
-        if least < 0 or most > last:
-            message = f"prompt of {request.request_id!r} holds {least} to {most}; it needs token ids from 0 to {last}"
-            raise ConfigError(message)
+            sink.check_published(request.adapter)
+        check_prompt(request, self._machine.vocabulary)
         return Item(request, Row.of(request))
 
     def _tick(self) -> None:

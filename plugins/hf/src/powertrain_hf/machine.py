@@ -9,56 +9,38 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from powertrain.errors import StateError
 from powertrain.tensors.head import LMHead
 from powertrain.tensors.hf_names import in_hf_names, places
-from powertrain.tensors.sink import BoxSink, whole_manifest
-from powertrain.weights import WeightVersion
+from powertrain.tensors.serving import ServingSink
+from powertrain.tensors.sink import whole_manifest
 from powertrain_hf.adapters import Adapters
 from powertrain_hf.decode import Decoder
 
 if TYPE_CHECKING:
     from powertrain.interfaces.build import EngineSpec
-    from powertrain.weights import Update
     from powertrain_hf.scheduler import Chunk
 
 
-class HfSink(BoxSink):
+class HfSink(ServingSink):
     """Writes into the model's parameters. There is no derived state but KV caches, which kept requests make anew."""
 
     def __init__(self, machine: Machine, model: Any, paused: Callable[[], bool]) -> None:
         tensors = model.state_dict(keep_vars=True)
         known = places(model, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-        super().__init__(in_hf_names(whole_manifest(tensors, casts=True), known), tensors)
-        self._machine, self._paused = machine, paused
-        self.unpublished: str | None = None
-        """Name of an adapter that has arrived under a version that may yet be given up; no request may use it."""
-
-    def begin(self, update: Update) -> None:
-        """Open an update; StateError unless the engine is paused."""
-        if not self._paused():
-            message = f"update {update.version} cannot begin: the engine is not paused"
-            raise StateError(message)
-        super().begin(update)
+        super().__init__(in_hf_names(whole_manifest(tensors, casts=True), known), tensors, paused)
+        self._machine = machine
 
     def refresh(self) -> None:
         """Let kept requests prefill again before their next step."""
         self._machine.epoch += 1
 
-    def add_adapter(self, name: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Register an adapter that has arrived whole."""
+    def register(self, name: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take an adapter that has arrived whole."""
         self._machine.changed(lambda adapters: adapters.add(name, config, tensors))
-        self.unpublished = name
 
-    def drop_adapter(self, name: str) -> None:
+    def withdraw(self, name: str) -> None:
         """Forget an adapter that was never published, and that no request can use."""
         self._machine.changed(lambda adapters: adapters.drop(name) if name in adapters.names() else None)
-        self.unpublished = None
-
-    def publish(self, version: str | None) -> None:
-        """As `BoxSink.publish`; from now on requests may use the adapter."""
-        super().publish(version)
-        self.unpublished = None
 
 
 class Machine:
@@ -151,15 +133,9 @@ class Machine:
     def _prefill(self, chunk: Chunk, decoder: Decoder) -> None:
         with self._lock:
             self.sink.guard()
-            version = self._version(chunk.adapter)
+            version = self.sink.answering(chunk.adapter)
             for row in chunk.rows:
                 row.label(version)
             self.adapters.activate(chunk.adapter)
             self._decoders[id(chunk)] = (decoder, self.epoch)
             decoder.prefill(chunk.rows)
-
-    def _version(self, adapter: str | None) -> str:
-        """Return the version of what answers: the base's, or the adapter's where that is the later one."""
-        base = WeightVersion.parse(self.sink.base_version)
-        own = self.adapters.version(adapter) if adapter is not None else None
-        return str(max(base, own) if own is not None else base)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from powertrain.errors import ConfigError, StateError
 from powertrain.options import nearest
-from powertrain.tensors.lora import match, parse_adapter_name
+from powertrain.tensors.lora import match, parse_adapter_name, version_of
 from powertrain.weights import WeightVersion
 
 if TYPE_CHECKING:
@@ -107,10 +107,10 @@ class Shelf:
 
     def check_drop(self, name: str) -> None:
         """ConfigError for an unknown name, StateError while requests use it."""
-        if name not in self._held:
-            self.find(name) if name not in self._gone else None
+        if name in self._gone:
             message = f"adapter {name!r} was dropped already"
             raise ConfigError(message)
+        self.find(name)
         if self._users[name]:
             message = f"adapter {name!r} is in use by {self._users[name]} rows in flight; abort them or wait"
             raise StateError(message)
@@ -119,14 +119,6 @@ class Shelf:
         """Forget all."""
         for name in list(self._held):
             self.take(name)
-
-
-def version_of(name: str) -> WeightVersion | None:
-    """Return the version in a versioned name (`policy-v2.17`), or None."""
-    try:
-        return parse_adapter_name(name)[1]
-    except ConfigError:
-        return None
 
 
 def check_folder(name: str, folder: str, modules: Iterable[str]) -> None:

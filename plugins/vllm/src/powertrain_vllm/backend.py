@@ -64,6 +64,11 @@ def drawn_by(name: str) -> tuple[int, float] | None:
     return (int(parts[1]), float(parts[2])) if PREFIX in name and len(parts) >= 4 else None
 
 
+def other(token: Any, vocabulary: int) -> Any:
+    """Return the id under which the second log-prob of a token (a number or a tensor of them) stands."""
+    return (token + 1) % vocabulary
+
+
 Heard = Callable[[str, Sequence[Drawn], "str | Exception | None"], None]
 """Called with a call's name, the tokens drawn since, and how it ended ("stop", "length"), what broke it, or None."""
 
@@ -88,9 +93,6 @@ class Form(Protocol):
 
     def sink(self) -> WeightSink:
         """Return the place where new weights go, the same each time."""
-
-    async def reset_caches(self) -> None:
-        """Forget all prefix caches; nothing is running."""
 
     def load(self, name: str, folder: str) -> None:
         """Load a PEFT adapter of a folder that stays as it is until `unload`; from any thread but the loop's."""

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
-import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from powertrain.errors import ConfigError, StateError, UnfitError
+from powertrain.errors import ConfigError, StateError
 from powertrain.interfaces.data import GenerateResult
 from powertrain.interfaces.infer import PAUSE_MODES, InferEngine
-from powertrain.tensors.rows import Row
-from powertrain.weights import WeightVersion
-from powertrain_vllm.adapters import Held, Shelf, check_folder, modules_of, version_of
+from powertrain.tensors.early import set_early
+from powertrain.tensors.rows import Row, check_prompt
+from powertrain_vllm.adapters import Held, Shelf, check_folder, modules_of
 from powertrain_vllm.backend import PREFIX, Call, Drawn, Form
 
 if TYPE_CHECKING:
@@ -24,7 +21,6 @@ if TYPE_CHECKING:
     from powertrain.interfaces.data import GenerateRequest
     from powertrain.interfaces.weights import WeightSink
 
-logger = logging.getLogger(__name__)
 EARLY = ("VLLM_", "OMP_", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED")
 """Beginnings of names of variables that vLLM or torch read once."""
 
@@ -60,11 +56,7 @@ class VllmEngine(InferEngine):
 
     def prepare(self, env: Mapping[str, str]) -> None:
         """Set the variables that differ; those that vLLM has read already are warned about."""
-        changed = {name: value for name, value in env.items() if os.environ.get(name) != value}
-        os.environ.update(changed)
-        late = [name for name in changed if name.startswith(EARLY)] if "vllm" in sys.modules else []
-        if late:
-            logger.warning("set too late to have an effect in this process: %s", ", ".join(late))
+        set_early(env, EARLY, "vllm")
 
     async def build(self, spec: EngineSpec) -> None:
         """Start vLLM; ConfigError for options, versions and layouts that do not fit."""
@@ -80,8 +72,7 @@ class VllmEngine(InferEngine):
         self._built = True
         await self._form.start(spec, self._options, self._heard)
         self._sink: Any = self._form.sink()
-        self._sink.paused = lambda: self.state == "paused"
-        self._sink.registered, self._sink.dropped = self._arrived, self._withdrawn
+        self._sink.attach(lambda: self.state == "paused", self._arrived, self._withdrawn)
         self._modules = modules_of(self._sink)
         self._open = True
 
@@ -113,20 +104,14 @@ class VllmEngine(InferEngine):
             raise
 
     def _item(self, request: GenerateRequest) -> Item:
-        if self._sink.state == "unfit":
-            message = f"weights are neither version {self._sink.version} nor another; an update must heal them first"
-            raise UnfitError(message)
+        self._sink.check_fit()
         adapter = None
         if request.adapter is not None:
             adapter = self._shelf.find(request.adapter)
-            if adapter == self._sink.unpublished:
-                message = f"adapter {adapter!r} has arrived and is not published; resume with its version first"
-                raise ConfigError(message)
-        least, most, last = int(request.prompt.min()), int(request.prompt.max()), self._form.vocabulary - 1
-        if least < 0 or most > last:
-            message = f"prompt of {request.request_id!r} holds {least} to {most}; it needs token ids from 0 to {last}"
-            raise ConfigError(message)
-        room = len(request.prompt) + request.sampling.max_tokens
+            self._sink.check_published(adapter)
+        check_prompt(request, self._form.vocabulary)
+        rows = Row.of(request)
+        room = rows[0].room
         if room > self._form.max_model_len:
             message = (
                 f"request {request.request_id!r} may need {room} tokens ({len(request.prompt)} of prompt and "
@@ -134,13 +119,13 @@ class VllmEngine(InferEngine):
                 "max_model_len or lower max_tokens"
             )
             raise ConfigError(message)
-        return Item(request, Row.of(request), adapter, asyncio.get_running_loop().create_future(), {})
+        return Item(request, rows, adapter, asyncio.get_running_loop().create_future(), {})
 
     def _submit(self, items: Iterable[Item]) -> None:
         """Hand over all rows that have not ended; from here on their tokens are of the version published now."""
         calls = []
         for item in items:
-            version = self._version(item.adapter)
+            version = self._sink.answering(item.adapter)
             sampling = item.request.sampling
             for row in item.rows:
                 if row.finish:
@@ -201,12 +186,6 @@ class VllmEngine(InferEngine):
     def _forget(self, item: Item) -> None:
         if self._items.pop(item.request.request_id, None) is not None and item.adapter is not None:
             self._shelf.use(item.adapter, -1)
-
-    def _version(self, adapter: str | None) -> str:
-        """Return the version of what answers: the base's, or the adapter's where that is the later one."""
-        base = WeightVersion.parse(self._sink.base_version)
-        own = version_of(adapter) if adapter is not None else None
-        return str(max(base, own) if own is not None else base)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End the named requests between two steps with what they have."""

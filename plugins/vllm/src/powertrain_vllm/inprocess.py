@@ -14,7 +14,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TYPE_CHECKING, Any
 
 from powertrain.errors import ConfigError, DeadlineError, StateError
-from powertrain_vllm.backend import HOTTEST, name_here, name_there
+from powertrain_vllm.backend import HOTTEST, name_here, name_there, other
 from powertrain_vllm.settings import engine_arguments
 from powertrain_vllm.versions import generation
 
@@ -76,10 +76,9 @@ class InProcess:
             raise ConfigError(message) from exc
         _living.add(id(self))
         worker = self._engine.model_executor.driver_worker.worker
-        self._seat = Seat(worker, fp32_head=spec.head.fp32, native_head=about.head_dtype)
+        self._seat = Seat(worker, self._forget, fp32_head=spec.head.fp32, native_head=about.head_dtype)
         self.vocabulary = self._seat.vocabulary
         self.max_model_len = int(self._engine.model_config.max_model_len)
-        self._seat.sink.forget = self._forget
         self._lora = bool(arguments.get("enable_lora"))
 
     # ---- rows
@@ -168,7 +167,7 @@ class InProcess:
         found = output.outputs[0]
         drawn = []
         for token, told in zip(found.token_ids, found.logprobs or (), strict=True):
-            plain, own = told[token].logprob, told[(token + 1) % self.vocabulary].logprob
+            plain, own = told[token].logprob, told[other(token, self.vocabulary)].logprob
             drawn.append((token, own, plain))
         self._heard(name, drawn, found.finish_reason if output.finished else None)
 
@@ -176,9 +175,12 @@ class InProcess:
         logger.exception("vLLM's step failed")
         message = f"vLLM broke off in a step and answers no more: {type(exc).__name__}: {exc}"
         self._fault = StateError(message)
+        self._fail(self._fault)
+
+    def _fail(self, fault: Exception) -> None:
         running, self._running = self._running, {}
         for name in running:
-            self._heard(name, (), self._fault)
+            self._heard(name, (), fault)
 
     # ---- weights, adapters, memory
     def sink(self) -> VllmSink:
@@ -189,10 +191,6 @@ class InProcess:
         if not self._do(self._engine.reset_prefix_cache):
             message = "vLLM did not give its prefix cache up; a request is running that should not be"
             raise StateError(message)
-
-    async def reset_caches(self) -> None:
-        """Forget all prefix caches."""
-        await asyncio.to_thread(self._forget)
 
     def load(self, name: str, folder: str) -> None:
         """Load an adapter, so that what is wrong with it shows now."""
@@ -262,9 +260,7 @@ class InProcess:
 
     def _end(self) -> None:
         self._closing = True
-        running, self._running = self._running, {}
-        for name in running:
-            self._heard(name, (), StateError("the engine was closed"))
+        self._fail(StateError("the engine was closed"))
 
     def health(self) -> Mapping[str, Any]:
         """Return how many rows are running, and what broke."""

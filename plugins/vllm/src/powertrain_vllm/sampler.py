@@ -6,6 +6,7 @@ how many were made before: a row that is taken out for an update and comes back 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 
 from powertrain.tensors.sampling import draw, uniforms_on
-from powertrain_vllm.backend import HOTTEST, PREFIX, drawn_by
+from powertrain_vllm.backend import HOTTEST, drawn_by, other
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 class KeyedSampler(Sampler):  # type: ignore[misc]
     """Stands in the model runner's place for a sampler.
 
-    A row whose request's name has `PREFIX` gets two log-probs per token: under the token's id the one at temperature 1,
-    and under `other(token)` the one of the distribution it was drawn from. Rows of others get what they asked for.
+    A row of ours, by the name of its request, gets two log-probs per token: under the token's id the one at
+    temperature 1, and under `other(token)` the one of the distribution it was drawn from. Rows of others get what
+    they asked for.
     """
 
     def __init__(self, runner: Any, vocabulary: int) -> None:
@@ -61,9 +63,8 @@ class KeyedSampler(Sampler):  # type: ignore[misc]
         lengths = getattr(lengths, "gpu", lengths)[:rows].to(device, torch.int64)
         numbers = uniforms_on(torch.tensor(keys, device=device), lengths)
         if len(ours) < rows:  # requests of others
-            keyed = torch.zeros(rows, dtype=torch.bool)
-            keyed[list(ours)] = True
-            numbers = torch.where(keyed.to(device), numbers, torch.rand(rows, dtype=torch.float64, device=device))
+            free = torch.rand(rows, dtype=torch.float64, device=device)
+            numbers = torch.where(_marked(ours, rows, device), numbers, free)
         return numbers
 
     def _ours(self, rows: int) -> dict[int, tuple[int, float]]:
@@ -75,7 +76,7 @@ class KeyedSampler(Sampler):  # type: ignore[misc]
 
     def compute_logprobs(self, logits: Tensor) -> Tensor:  # type: ignore[override]
         """Leave this to `gather_logprobs`, which knows whose rows they are."""
-        return logits.float() if self._foreign() else logits
+        return logits
 
     def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:  # type: ignore[override]
         """Return log-probs of the tokens drawn; logprobs: what `compute_logprobs` returned, logits [R, V]."""
@@ -84,24 +85,21 @@ class KeyedSampler(Sampler):  # type: ignore[misc]
             return Sampler.gather_logprobs(Sampler.compute_logprobs(logprobs), num_logprobs, token_ids)
         drawn, plain = told
         both = torch.stack([plain, drawn], 1)
-        ids = torch.stack([token_ids, (token_ids + 1) % self._vocabulary], 1).to(torch.int32)
+        ids = torch.stack([token_ids, other(token_ids, self._vocabulary)], 1).to(torch.int32)
         ranks = torch.zeros_like(token_ids)
-        if not (foreign := self._foreign()):
+        ours = self._ours(len(token_ids))
+        if len(ours) == len(token_ids):
             return LogprobsTensors(ids, both, ranks)
         found = Sampler.gather_logprobs(Sampler.compute_logprobs(logprobs), max(num_logprobs, 1), token_ids)
-        ours = torch.ones(len(token_ids), dtype=torch.bool)
-        ours[foreign] = False
-        pick = ours.to(token_ids.device)[:, None]
+        pick = _marked(ours, len(token_ids), token_ids.device)[:, None]
         all_ids, all_logprobs = found.logprob_token_ids.clone(), found.logprobs.clone()
         all_ids[:, :2] = torch.where(pick, ids, all_ids[:, :2])
         all_logprobs[:, :2] = torch.where(pick, both, all_logprobs[:, :2])
         return LogprobsTensors(all_ids, all_logprobs, found.selected_token_ranks)
 
-    def _foreign(self) -> list[int]:
-        names = self._runner.input_batch.req_ids
-        return [row for row, name in enumerate(names) if PREFIX not in name]
 
-
-def other(token: int, vocabulary: int) -> int:
-    """Return the id under which the second log-prob of a token stands."""
-    return (token + 1) % vocabulary
+def _marked(ours: Iterable[int], rows: int, device: torch.device) -> Tensor:
+    """Return bool [rows], true where a row is ours."""
+    found = torch.zeros(rows, dtype=torch.bool)
+    found[list(ours)] = True
+    return found.to(device)

@@ -37,11 +37,7 @@ def engine_arguments(spec: EngineSpec, options: Mapping[str, Any], *, native_hea
     if cuda:
         suits["enable_sleep_mode"] = True
     if given.get("enable_lora"):
-        most = int(options.get("max_adapters") or 1)
-        suits |= {"max_loras": most, "max_cpu_loras": max(most, int(given.get("max_loras") or 0))}
-    overrides = dict(given.pop("hf_overrides", None) or {})
-    if native_head and spec.head.fp32:
-        overrides["head_dtype"] = "float32"
+        suits |= dict.fromkeys(("max_loras", "max_cpu_loras"), options["max_adapters"])
     fixed = {
         "model": spec.model,
         "dtype": spec.dtype,
@@ -49,7 +45,6 @@ def engine_arguments(spec: EngineSpec, options: Mapping[str, Any], *, native_hea
         "tensor_parallel_size": spec.axes.get("t", 1),
         "pipeline_parallel_size": spec.axes.get("p", 1),
         "enable_expert_parallel": spec.axes.get("e", 1) > 1,
-        "hf_overrides": overrides,
-        "max_logprobs": max(1, int(given.pop("max_logprobs", None) or 20)),
+        "hf_overrides": {"head_dtype": "float32"} if native_head and spec.head.fp32 else {},
     }
     return {**suits, **given, **fixed}

@@ -7,13 +7,13 @@ replicated and expert layouts need no table here, of whatever model this version
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from powertrain.errors import ConfigError
@@ -29,11 +29,10 @@ def checkpoint(folder: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return name -> (shape, dtype) of all tensors in a model's folder, from the files' heads alone."""
     found = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
-        with path.open("rb") as file:
-            head = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        for name, about in head.items():
-            if name != "__metadata__":
-                found[name] = tuple(about["shape"]), _DTYPES.get(about["dtype"], torch.uint8)
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                about = file.get_slice(name)
+                found[name] = tuple(about.get_shape()), _DTYPES.get(about.get_dtype(), torch.uint8)
     if not found:
         message = f"{folder} holds no safetensors file; vLLM takes new weights by the names that stand in those"
         raise ConfigError(message)
@@ -100,19 +99,10 @@ def running_manifest(
         if boxes:
             dtype = dtype_name(held[boxes[0].storage].dtype)
             accepts = tuple(other for other in FLOATS if other != dtype) if dtype in FLOATS else ()
-            entries.append(Entry(name, dtype, shape, tuple(_once(boxes)), accepts))
+            entries.append(Entry(name, dtype, shape, tuple(dict.fromkeys(boxes)), accepts))
     names = {entry.name for entry in entries}
     known = {alias: name for alias, name in tied.items() if name in names and alias not in names}
     return Manifest(rank, world, tuple(entries), known), used
-
-
-def _once(boxes: list[Box]) -> Iterator[Box]:
-    """Yield boxes without repeats: a loader may write a block twice."""
-    seen = set()
-    for box in boxes:
-        if box not in seen:
-            seen.add(box)
-            yield box
 
 
 def _box(name: str, shape: tuple[int, ...], source: torch.Tensor, target: torch.Tensor, storage: str, base: int) -> Box:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 import shutil
 import sys
 import tempfile
@@ -13,16 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
-from powertrain.errors import ConfigError, StateError
-from powertrain.tensors.sink import BoxSink
+from powertrain.errors import ConfigError
+from powertrain.tensors.serving import ServingSink
+from powertrain.tensors.views import block_view, narrowed
 from powertrain_vllm import head
 from powertrain_vllm.trace import checkpoint, running_manifest
 
 if TYPE_CHECKING:
-    from powertrain.weights import Manifest, Update
+    from powertrain.weights import Manifest
 
-logger = logging.getLogger(__name__)
 USERS = ("vllm.model_executor.layers.linear", "vllm.model_executor.layers.vocab_parallel_embedding")
 """Modules that have taken vLLM's packing by name."""
 
@@ -56,73 +57,58 @@ def before_load() -> None:
             setattr(module, packing.__name__, plain)
 
 
-class VllmSink(BoxSink):
-    """Writes into a worker's parameters.
+class VllmSink(ServingSink):
+    """Writes into a worker's parameters. forget: drops prefix caches."""
 
-    paused: tells whether nothing is running. forget: drops prefix caches. registered: takes an adapter that has
-    arrived, as (name, folder).
-    """
+    def __init__(
+        self,
+        model: Any,
+        manifest: Manifest,
+        tensors: Mapping[str, torch.Tensor],
+        folder: Path,
+        forget: Callable[[], None],
+    ) -> None:
+        super().__init__(manifest, tensors, lambda: True)
+        self._model, self._folder, self._forget = model, folder, forget
 
-    def __init__(self, model: Any, manifest: Manifest, tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-        super().__init__(manifest, tensors)
-        self._model, self._folder = model, folder
-        self.paused: Callable[[], bool] = lambda: True
-        self.forget: Callable[[], None] = lambda: None
-        self.registered: Callable[[str, str], None] | None = None
-        self.dropped: Callable[[str], None] | None = None
-        self.arrived: tuple[str, str] | None = None
-        self.unpublished: str | None = None
-
-    def begin(self, update: Update) -> None:
-        """Open an update; StateError unless the engine is paused."""
-        if not self.paused():
-            message = f"update {update.version} cannot begin: the engine is not paused"
-            raise StateError(message)
-        super().begin(update)
+    def attach(
+        self, paused: Callable[[], bool], arrived: Callable[[str, str], None], withdrawn: Callable[[str], None]
+    ) -> None:
+        """Let an engine say whether it is paused, and take adapters, as (name, folder); called once, by the engine."""
+        self._paused, self._arrived, self._withdrawn = paused, arrived, withdrawn
 
     def refresh(self) -> None:
         """Make anew what vLLM derives from weights, and forget the prefix caches."""
         derive(self._model)
-        self.forget()
+        self._forget()
 
-    def add_adapter(self, name: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    def register(self, name: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
         """Write an adapter that has arrived whole where vLLM can load it."""
-        from safetensors.torch import save_file
-
         folder = Path(tempfile.mkdtemp(prefix="adapter-", dir=self._folder))
         plain = {key: value for key, value in config.items() if value is not None}
         (folder / "adapter_config.json").write_text(json.dumps(plain), encoding="utf-8")
         save_file(
             {key: tensor.contiguous().cpu() for key, tensor in tensors.items()}, folder / "adapter_model.safetensors"
         )
-        self.arrived = name, str(folder)
-        if self.registered is not None:
-            try:
-                self.registered(name, str(folder))
-            except BaseException:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
-        self.unpublished = name
+        try:
+            self._arrived(name, str(folder))
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
-    def drop_adapter(self, name: str) -> None:
+    def withdraw(self, name: str) -> None:
         """Forget an adapter that was never published."""
-        if self.dropped is not None:
-            self.dropped(name)
-        self.unpublished = None
-
-    def publish(self, version: str | None) -> None:
-        """As `BoxSink.publish`; from now on requests may use the adapter."""
-        super().publish(version)
-        self.unpublished = None
+        self._withdrawn(name)
 
 
 class Seat:
     """Made once in each worker when its model is loaded.
 
-    worker: vLLM's. sampler and head are seen to, `sink` takes new weights; vocabulary: number of token ids.
+    worker: vLLM's. forget: drops prefix caches. Sampler and head are seen to; `sink` takes new weights.
+    vocabulary: number of token ids.
     """
 
-    def __init__(self, worker: Any, *, fp32_head: bool, native_head: bool = True) -> None:
+    def __init__(self, worker: Any, forget: Callable[[], None], *, fp32_head: bool, native_head: bool) -> None:
         from powertrain_vllm.sampler import KeyedSampler
 
         runner = worker.model_runner
@@ -134,7 +120,7 @@ class Seat:
             head.install(model)
         if getattr(runner, "lora_config", None):  # else the head would look for adapters of a batch that never was
             runner._set_active_loras((0,) * head.ROWS, (0,) * head.ROWS, set())
-        self.head_error = head.check(model, config.dtype, fp32=fp32_head)
+        head.check(model, config.dtype, fp32=fp32_head)
         runner.sampler = KeyedSampler(runner, self.vocabulary)
         self._folder = Path(tempfile.mkdtemp(prefix="powertrain-vllm-"))
         parallel = worker.vllm_config.parallel_config
@@ -144,7 +130,7 @@ class Seat:
         manifest, tensors = running_manifest(model, shapes, tied, rank=worker.rank, world=world)
         if str(worker.vllm_config.load_config.load_format) != "dummy":
             hold(config.model, manifest, tensors)
-        self.sink = VllmSink(model, manifest, tensors, self._folder)
+        self.sink = VllmSink(model, manifest, tensors, self._folder, forget)
 
     def close(self) -> None:
         """Remove what was written."""
@@ -183,10 +169,9 @@ def hold(folder: str, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -
     for name, given in _values(folder, wanted):
         entry = wanted[name]
         for box in entry.boxes:
-            part = given[tuple(slice(at, at + n) for at, n in zip(box.start, box.size, strict=True))]
-            held = tensors[box.storage]
-            found = torch.as_strided(held, box.size, box.stride, held.storage_offset() + box.offset)
-            if not torch.equal(found.cpu(), part.to(held.dtype)):
+            part = narrowed(given, (0,) * given.dim(), box.start, box.size)
+            found = block_view(tensors[box.storage], box.offset, box.size, box.stride)
+            if not torch.equal(found.cpu(), part.to(found.dtype)):
                 message = (
                     f"{box.storage!r} does not hold {name!r} where vLLM's loader puts it; this version lays weights "
                     "out anew after loading in a way that is not known here, so updates would be wrong"
@@ -195,8 +180,6 @@ def hold(folder: str, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -
 
 
 def _values(folder: str, names: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    from safetensors import safe_open
-
     for path in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping

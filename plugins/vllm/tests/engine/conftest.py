@@ -1,17 +1,12 @@
-"""Tests on a real vLLM, in an environment of its own: `make test-vllm`. Elsewhere they are not collected."""
+"""Tests on a real vLLM, in an environment of its own: POWERTRAIN_TEST_ENVIRONMENT=vllm. Elsewhere none is collected."""
 
 import os
 
-# vLLM and torch read these when they are imported.
-os.environ.update(
-    VLLM_TARGET_DEVICE="cpu",
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_NO_USAGE_STATS="1",
-    VLLM_LOGGING_LEVEL="WARNING",
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_USE_V2_MODEL_RUNNER="0",
-    HF_HUB_OFFLINE="1",
-    OMP_WAIT_POLICY="PASSIVE",
-    OMP_NUM_THREADS="1",
-) if os.environ.get("POWERTRAIN_TEST_ENVIRONMENT") == "vllm" else None
-collect_ignore_glob = [] if os.environ.get("POWERTRAIN_TEST_ENVIRONMENT") == "vllm" else ["test_*.py"]
+from powertrain import EngineSpec
+from powertrain_vllm.environment import environment
+
+HERE = os.environ.get("POWERTRAIN_TEST_ENVIRONMENT") == "vllm"
+collect_ignore_glob = [] if HERE else ["test_*.py"]
+if HERE:  # vLLM and torch read these when they are imported
+    needed = environment({}, EngineSpec(backend="vllm", role="infer", model=""))
+    os.environ.update(needed, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")

@@ -16,6 +16,7 @@ from powertrain import EngineSpec, GenerateRequest, SamplingParams
 from powertrain.errors import ConfigError
 from powertrain.interfaces.weights import Piece
 from powertrain.tensors.models import quietly
+from powertrain.testing.tensors.reference import replay
 from powertrain.weights import Update, WeightVersion
 from powertrain_vllm.engine import VllmEngine
 
@@ -53,11 +54,7 @@ def model(kind, seed, folder):
 
 
 def apart(made, completion):
-    ids = torch.tensor([[*PROMPT, *completion.tokens]])
-    with torch.no_grad():
-        logits = made(ids).logits[0, len(PROMPT) - 1 : -1].double()
-    wanted = logits.log_softmax(-1).gather(1, torch.tensor(completion.tokens)[:, None])[:, 0].numpy()
-    return float(np.abs(completion.logprobs_t1 - wanted).max())
+    return float(np.abs(completion.logprobs_t1 - replay(made, PROMPT, completion.tokens)).max())
 
 
 async def ask(engine, name):
