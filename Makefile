@@ -23,7 +23,7 @@ help: ## List the targets
 
 env: .venvs/$(ENVIRONMENT)/.made ## Make the virtual environment (.venvs/dev): torch, engines' packages, all dists of this repository
 
-.venvs/%/.made: requirements/environments.txt requirements/%.txt requirements/constraints-%.txt core/pyproject.toml $(wildcard plugins/*/pyproject.toml) scripts/make_env.sh
+.venvs/%/.made: requirements/environments.txt requirements/%.txt requirements/constraints-%.txt core/pyproject.toml $(wildcard plugins/*/pyproject.toml requirements/*/pyproject.toml) scripts/make_env.sh
 	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" bash scripts/make_env.sh $*
 	@touch $@
 

@@ -41,7 +41,7 @@ def environments() -> dict[str, Environment]:
     for line in (REQUIREMENTS / "environments.txt").read_text().splitlines():
         if line.strip() and not line.startswith("#"):
             name, torch, bare, dists = (cell.strip() for cell in line.split("|"))
-            found[name] = Environment(name, torch, bare.split(), dists.split())
+            found[name] = Environment(name, torch.partition("+")[0], bare.split(), dists.split())
     return found
 
 

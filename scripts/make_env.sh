@@ -13,7 +13,8 @@ row=$(grep -E "^$name *\|" requirements/environments.txt) || {
     exit 2
 }
 field() { cut -d'|' -f"$1" <<<"$row" | xargs; }
-torch_version=$(field 2) bare=$(field 3) dists=$(field 4)
+torch_row=$(field 2) bare=$(field 3) dists=$(field 4)
+torch_version=${torch_row%+cpu}
 command -v "$python" >/dev/null || { echo "error: no '$python' here; name a Python 3.11 or newer: make env PYTHON=..." >&2; exit 2; }
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
     echo "error: $("$python" --version) is too old; powertrain needs Python 3.11 or newer: make env PYTHON=python3.11" >&2
@@ -33,12 +34,12 @@ pip install -q --upgrade -c "$constraints" pip hatchling editables
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
 if "$venv/bin/python" -c "import torch, sys; sys.exit(torch.__version__.split('+')[0] != '$torch_version')" 2>/dev/null; then
     say "torch $torch_version is there already"
-elif has_gpu; then
+elif [ "$torch_row" = "$torch_version" ] && has_gpu; then
     say "a GPU is here: torch $torch_version with CUDA"
     pip install -q "torch==$torch_version"
 elif [ "$(uname -sm)" = "Linux x86_64" ]; then
     # The plain name would bring gigabytes of CUDA packages; the local version names the CPU build and nothing else.
-    say "no GPU here: torch $torch_version, CPU build"
+    say "no GPU here, or none wanted: torch $torch_version, CPU build"
     pip install -q -c "$constraints" ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "torch==$torch_version+cpu" || {
         echo "error: pip finds no CPU build of torch. Give the index that has it (its address stands on PyTorch's" >&2
         echo "       'Start Locally' page under CPU): make env TORCH_INDEX=<address>, or set PIP_EXTRA_INDEX_URL." >&2

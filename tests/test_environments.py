@@ -17,7 +17,7 @@ pytest_plugins = ["pytester"]
 def rows():
     lines = (ROOT / "requirements" / "environments.txt").read_text().splitlines()
     cells = [[cell.strip() for cell in line.split("|")] for line in lines if line.strip() and not line.startswith("#")]
-    return {name: (torch, bare.split(), dists.split()) for name, torch, bare, dists in cells}
+    return {name: (torch.partition("+")[0], bare.split(), dists.split()) for name, torch, bare, dists in cells}
 
 
 ENVIRONMENTS = rows()
