@@ -8,12 +8,15 @@ ARGS ?=
 # Processes that run tests side by side.
 JOBS ?= 2
 
-# A row of requirements/environments.txt, for `make env`; all other targets use dev.
+# A row of requirements/environments.txt, for `make env`.
 ENVIRONMENT ?= dev
+
+ENVIRONMENTS := $(shell sed -n 's/^\([a-z][a-z0-9-]*\) *|.*/\1/p' requirements/environments.txt)
+# The demo runs in the environment that has the name of one of its engines, else in dev.
+DEMO := $(firstword $(foreach name,$(ENVIRONMENTS),$(if $(findstring $(name):,$(ENGINES)),$(name))) dev)
 
 VENV := .venvs/dev
 STAMP := $(VENV)/.made
-POWERTRAIN := $(VENV)/bin/powertrain
 STARTED := $(shell date +%s)
 
 .PHONY: help env constraints demo test lint docs reference bench clean
@@ -21,7 +24,7 @@ STARTED := $(shell date +%s)
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
-env: .venvs/$(ENVIRONMENT)/.made ## Make the virtual environment (.venvs/dev): torch, engines' packages, all dists of this repository
+env: .venvs/$(ENVIRONMENT)/.made ## Make a virtual environment (dev, or ENVIRONMENT=vllm): torch, engines' packages, all dists of this repository
 
 .venvs/%/.made: requirements/environments.txt requirements/%.txt requirements/constraints-%.txt core/pyproject.toml $(wildcard plugins/*/pyproject.toml requirements/*/pyproject.toml) scripts/make_env.sh
 	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" bash scripts/make_env.sh $*
@@ -30,16 +33,16 @@ env: .venvs/$(ENVIRONMENT)/.made ## Make the virtual environment (.venvs/dev): t
 constraints: ## Resolve all environments anew and write requirements/constraints-*.txt
 	@TORCH_INDEX="$(TORCH_INDEX)" $(PYTHON) scripts/constraints.py $(ARGS)
 
-demo: $(STAMP) ## Train a small language model by GRPO: make demo ENGINES="fsdp:d2|hf:d2" MODEL=folder-or-hub-id ARGS="ppo.steps=5"
-	$(POWERTRAIN) run examples/grpo_sums.yaml engines='$(ENGINES)' $(if $(MODEL),model='$(MODEL)') $(ARGS)
+demo: .venvs/$(DEMO)/.made ## Train a small language model by GRPO: make demo ENGINES="fsdp:d2|hf:d2" MODEL=folder-or-hub-id ARGS="ppo.steps=5"
+	.venvs/$(DEMO)/bin/powertrain run examples/grpo_sums.yaml engines='$(ENGINES)' $(if $(MODEL),model='$(MODEL)') $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-test: lint ## Lint, type-check and run every test, real engines included; with ARGS, the tests that these pick
-	$(VENV)/bin/python -m pytest $(if $(ARGS),$(ARGS),--whole --started $(STARTED) -n $(JOBS) --dist loadfile --no-loadscope-reorder)
+test: lint $(if $(ARGS),,$(foreach name,$(ENVIRONMENTS),.venvs/$(name)/.made)) ## Lint, type-check and run every test, real engines included; with ARGS, the tests that these pick
+	$(VENV)/bin/python $(if $(ARGS),-m pytest $(ARGS),scripts/test.py --started $(STARTED) --jobs $(JOBS))
 
 docs: reference ## Write the reference pages anew and build the site, strictly, into site/
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet

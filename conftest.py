@@ -7,6 +7,8 @@ files or tests, nothing of this applies.
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import time
 import tomllib
@@ -20,12 +22,16 @@ import pytest
 # A shell that starts this in the background makes it ignore Ctrl-C; every process that tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+KINDS = ("failed", "error", "passed", "skipped", "xfailed", "xpassed")
+"""How tests end, as a closing line counts them."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare what `make test` passes."""
     group = parser.getgroup("powertrain")
     group.addoption("--whole", action="store_true", help="hold the run to tests/promises.toml and tests/skips.toml")
     group.addoption("--started", type=float, metavar="EPOCH", help="when the work began, environment and lint included")
+    group.addoption("--tally", type=Path, metavar="FILE", help="where a whole run writes how many tests ended how")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,9 +53,12 @@ class WholeRun:
     def __init__(self, config: pytest.Config) -> None:
         folder = Path(config.rootpath) / "tests"
         promises = tomllib.loads((folder / "promises.toml").read_text(encoding="utf-8"))
-        self.engines: dict[str, list[str]] = promises["engines"]
-        self.budget: dict[str, Any] = promises["budget"]
+        environment = os.environ.get("POWERTRAIN_TEST_ENVIRONMENT", "dev")
+        self.engines: dict[str, list[str]] = promises["environments"][environment]["engines"]
+        self.budget: dict[str, Any] = promises["environments"][environment].get("budget", {})
         self.listed: list[dict[str, str]] = tomllib.loads((folder / "skips.toml").read_text(encoding="utf-8"))["skip"]
+        self.listed = [row for row in self.listed if environment in row.get("environments", ["dev"])]
+        self.tally: Path | None = config.getoption("--tally")
         self.begun = time.time()
         self.started: float = config.getoption("--started") or self.begun
         self.ran: Counter[str] = Counter()
@@ -115,7 +124,11 @@ class WholeRun:
                 write(f"tests/skips.toml: nothing was skipped for {row['test']} ({row['reason']})")
         for problem in self.problems():
             write(f"FAILED {problem}", red=True)
-        now = time.time()
-        spent, limit = now - self.started, self.budget["seconds"]
-        over = "" if spent <= limit else f": {spent - limit:.0f} s over"
-        write(f"{spent:.0f} s of {limit} s for {self.budget['what']}, tests {now - self.begun:.0f} s{over}")
+        if self.tally:
+            ends = {kind: len(terminalreporter.stats.get(kind, ())) for kind in KINDS}
+            self.tally.write_text(json.dumps({**ends, "failed": ends["failed"] + len(self.problems())}))
+        if self.budget:
+            now = time.time()
+            spent, limit = now - self.started, self.budget["seconds"]
+            over = "" if spent <= limit else f": {spent - limit:.0f} s over"
+            write(f"{spent:.0f} s of {limit} s for {self.budget['what']}, tests {now - self.begun:.0f} s{over}")

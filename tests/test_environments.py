@@ -1,9 +1,13 @@
 """Pins of the environments, and the judgement on a whole run (conftest.py at the root)."""
 
+import json
 import re
+import runpy
 import subprocess
 import sys
+import sysconfig
 import tomllib
+from collections import Counter
 from importlib import metadata
 from pathlib import Path
 
@@ -67,7 +71,8 @@ def test_this_interpreter_has_the_pinned_versions():
     name = Path(sys.prefix).name
     if name not in ENVIRONMENTS:
         pytest.skip("not an environment of requirements/environments.txt")
-    installed = {normal(dist.metadata["Name"]): dist.version.partition("+")[0] for dist in metadata.distributions()}
+    found = metadata.distributions(path=[sysconfig.get_path("purelib")])  # not what setuptools carries in itself
+    installed = {normal(dist.metadata["Name"]): dist.version.partition("+")[0] for dist in found}
     wrong = {name: (installed.get(name), pin) for name, pin in pins(name).items() if installed.get(name, pin) != pin}
     assert wrong == {}
     assert {normal(one.name) for one in needed(name)} <= set(installed)
@@ -84,9 +89,9 @@ def test_an_unknown_environment_is_refused(command):
 
 # ---- a whole run
 PROMISES = """
-[engines]
+[environments.dev.engines]
 swift = ["tests/test_swift.py"]
-[budget]
+[environments.dev.budget]
 what = "all"
 seconds = 60
 """
@@ -103,6 +108,7 @@ RAN = "def test_it():\n    assert True\n"
 def repository(pytester, monkeypatch):
     """Return a folder with our conftest, one promise and one listed skip."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.delenv("POWERTRAIN_TEST_ENVIRONMENT", raising=False)
     pytester.makeconftest((ROOT / "conftest.py").read_text())
     pytester.makeini("[pytest]\nmarkers = engine(name): of that engine\n")
     folder = pytester.mkdir("tests")
@@ -191,9 +197,54 @@ def test_a_run_by_hand_promises_nothing(repository):
 
 def test_the_list_of_skips_says_why():
     listed = tomllib.loads((ROOT / "tests" / "skips.toml").read_text())["skip"]
-    assert [row for row in listed if set(row) != {"test", "reason", "why"} or not row["why"].strip()] == []
+    keys = {"test", "reason", "why"}
+    assert [row for row in listed if set(row) - {"environments"} != keys or not row["why"].strip()] == []
 
 
 def test_promises_name_files_that_exist():
-    engines = tomllib.loads((ROOT / "tests" / "promises.toml").read_text())["engines"]
-    assert [file for files in engines.values() for file in files if not (ROOT / file).is_file()] == []
+    promised = tomllib.loads((ROOT / "tests" / "promises.toml").read_text())["environments"]
+    files = [file for about in promised.values() for some in about["engines"].values() for file in some]
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+
+
+def test_every_environment_is_tested():
+    """An environment that nobody runs tests in would break unseen."""
+    assert list(tomllib.loads((ROOT / "tests" / "promises.toml").read_text())["environments"]) == list(ENVIRONMENTS)
+
+
+OTHERS = """
+[environments.dev.engines]
+swift = ["tests/test_nowhere.py"]
+[environments.other.engines]
+slow = ["tests/test_other.py"]
+"""
+
+
+@pytest.mark.parametrize("environment", ["dev", "other"])
+def test_a_run_keeps_the_promises_of_its_own_environment(repository, monkeypatch, environment):
+    monkeypatch.setenv("POWERTRAIN_TEST_ENVIRONMENT", environment)
+    done = repository("--whole", promises=OTHERS, skips="skip = []", test_other=RAN)
+    assert done.ret == (1 if environment == "dev" else 0)
+
+
+def test_a_skip_is_listed_for_its_environments(repository, monkeypatch):
+    text = "import pytest\n\ndef test_it():\n    pytest.skip('no card here')\n"
+    promises = OTHERS.replace("test_other", "test_swift")
+    for environment, skips in {"other": SKIPS, "dev": SKIPS + "environments = ['other']"}.items():
+        monkeypatch.setenv("POWERTRAIN_TEST_ENVIRONMENT", environment)
+        where = promises.replace("test_nowhere", "test_swift")
+        done = repository("--whole", promises=where, skips=skips, test_swift=RAN, test_other=text)
+        assert done.ret == 1
+        done.stdout.fnmatch_lines(["FAILED tests/test_other.py::test_it was skipped*no card here"])
+
+
+def test_the_runs_of_all_environments_are_summed(repository, pytester):
+    text = "import pytest\n\n@pytest.mark.xfail(reason='known')\ndef test_it():\n    assert False\n"
+    tally = pytester.path / "tally.json"
+    repository(
+        "--whole", "--tally", str(tally), test_swift=RAN + "\ndef test_two():\n    assert True\n", test_other=text
+    )
+    counts = json.loads(tally.read_text())
+    assert {kind: count for kind, count in counts.items() if count} == {"passed": 2, "xfailed": 1}
+    closing = runpy.run_path(str(ROOT / "scripts" / "test.py"))["closing"]
+    assert closing(Counter(counts) + Counter(passed=3, failed=1), 1.5) == "1 failed, 5 passed, 1 xfailed in 1.50s"
