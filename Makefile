@@ -19,7 +19,7 @@ VENV := .venvs/dev
 STAMP := $(VENV)/.made
 STARTED := $(shell date +%s)
 
-.PHONY: help env constraints demo test lint docs reference bench clean
+.PHONY: help env constraints demo demo-gpu test lint docs reference bench clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,6 +35,9 @@ constraints: ## Resolve all environments anew and write requirements/constraints
 
 demo: .venvs/$(DEMO)/.made ## Train a small language model by GRPO: make demo ENGINES="fsdp:d2|hf:d2" MODEL=folder-or-hub-id ARGS="ppo.steps=5"
 	.venvs/$(DEMO)/bin/powertrain run examples/grpo_sums.yaml engines='$(ENGINES)' $(if $(MODEL),model='$(MODEL)') $(ARGS)
+
+demo-gpu: ## The same on one CUDA card with vLLM, 20 steps, in the environment that is active (see docs/backends/vllm.md)
+	powertrain run examples/grpo_sums.yaml engines='$(if $(filter command% env%,$(origin ENGINES)),$(ENGINES),fsdp:d1|vllm:d1?gpu_memory_utilization=0.3)' device=cuda dtype=bfloat16 ppo.steps=20 $(if $(MODEL),model='$(MODEL)') $(ARGS)
 
 lint: $(STAMP) ## ruff and mypy
 	$(VENV)/bin/ruff check .
