@@ -43,7 +43,8 @@ class World:
         self._folder = tempfile.TemporaryDirectory()
         self.folder = self._folder.name
         config = config_of(shape, tiny=tiny)
-        config.num_hidden_layers = min(layers, config.num_hidden_layers)
+        fewer = min(layers, config.num_hidden_layers)
+        config = type(config)(**{**config.to_dict(), "num_hidden_layers": fewer, "layer_types": None})
         self.vocabulary = config.vocab_size
         self.shape = f"{config.model_type}, hidden {config.hidden_size}, {config.num_hidden_layers} layers"
         torch.manual_seed(0)

@@ -82,7 +82,7 @@ def make_driver(model: str, device: str, run_dir: str, args: argparse.Namespace)
     via = "ipc" if device == "cuda" else "shm"
     apart = f"?python={args.vllm_python}" if args.vllm_python else ""
     layout = parse_layout(f"fsdp:d1|vllm:d1{apart} via {via}", registry=registry)
-    verify = {via: {"verify": args.repeats + 2}}
+    verify = {via: {"verify": args.repeats + 12}}
     return Driver(layout, specs, registry=registry, run_dir=run_dir, inline="never", transfer_options=verify)
 
 
@@ -120,12 +120,16 @@ async def measure(model: str, device: str, vocabulary: int, args: argparse.Names
             first, _ = await timed(push())
             await push()
             pushes, phases, calls = [], [], []
-            for _ in range(args.repeats):
+            for _ in range(args.repeats):  # idle in between
                 milliseconds, report = await timed(push())
                 pushes.append(milliseconds)
                 phases.append({name: seconds * 1e3 for name, seconds in report.seconds.items()})
                 calls.append((await timed(driver.infer["vllm"].health()))[0])
             before = await gap(driver, vocabulary)
+            answered = []
+            for _ in range(10):  # the engine has answered in between, so its prefix cache has something to forget
+                answered.append((await timed(push()))[0])
+                await gap(driver, vocabulary)
             after = []
             for _ in range(5):  # a step, and at once the push: the fence has something to wait for
                 await driver.train["fsdp"].train_step(batch, CROSS_ENTROPY)
@@ -135,10 +139,12 @@ async def measure(model: str, device: str, vocabulary: int, args: argparse.Names
         "first_ms": first,
         "push_ms": pushes,
         "push_median_ms": statistics.median(pushes),
+        "push_after_requests_ms": answered,
+        "push_after_requests_median_ms": statistics.median(answered),
         "phases_median_ms": {name: statistics.median(row[name] for row in phases) for name in phases[0]},
         "empty_call_median_ms": statistics.median(calls),
         "bytes": report.bytes,
-        "verified_updates": [1, args.repeats + 3],
+        "verified_updates": [1, args.repeats + 13],
         "log_prob_gap": before,
         "log_prob_gap_after_steps": after,
     }

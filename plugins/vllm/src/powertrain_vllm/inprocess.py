@@ -42,7 +42,7 @@ class InProcess:
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._running: dict[str, str] = {}
         self._fault: Exception | None = None
-        self._closing = False
+        self._closing = self._used = False
         self._thread: threading.Thread | None = None
         self._numbers: dict[str, Any] = {}
         self._count = 0
@@ -156,6 +156,7 @@ class InProcess:
             message = f"vLLM refuses a request of {len(call.tokens)} tokens: {type(exc).__name__}: {exc}"
             self._heard(call.name, (), ConfigError(message))
             return
+        self._used = True
         self._running[call.name] = name_there(call)
 
     def _tell(self, output: Any) -> None:
@@ -188,9 +189,15 @@ class InProcess:
         return self._seat.sink
 
     def _forget(self) -> None:
-        if not self._do(self._engine.reset_prefix_cache):
+        """Drop the prefix caches, which takes vLLM longer the more memory it has; nothing where nothing ran since."""
+        if self._used and not self._do(self._reset):
             message = "vLLM did not give its prefix cache up; a request is running that should not be"
             raise StateError(message)
+
+    def _reset(self) -> bool:
+        done = bool(self._engine.reset_prefix_cache())
+        self._used = not done
+        return done
 
     def load(self, name: str, folder: str) -> None:
         """Load an adapter, so that what is wrong with it shows now."""

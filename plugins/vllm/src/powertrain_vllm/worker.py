@@ -7,7 +7,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +69,7 @@ class VllmSink(ServingSink):
         forget: Callable[[], None],
     ) -> None:
         super().__init__(manifest, tensors, lambda: True)
-        self._model, self._folder, self._forget = model, folder, forget
+        self._deriving, self._folder, self._forget = deriving(model), folder, forget
 
     def attach(
         self, paused: Callable[[], bool], arrived: Callable[[str, str], None], withdrawn: Callable[[str], None]
@@ -79,7 +79,7 @@ class VllmSink(ServingSink):
 
     def refresh(self) -> None:
         """Make anew what vLLM derives from weights, and forget the prefix caches."""
-        derive(self._model)
+        derive(self._deriving)
         self._forget()
 
     def register(self, name: str, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -137,18 +137,28 @@ class Seat:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def derive(model: Any) -> None:
-    """Make anew, in its old memory, what attention layers derive from weights (MLA's absorbed projections).
+def deriving(model: Any) -> list[Any]:
+    """Return the attention layers that derive tensors from weights after loading (MLA's absorbed projections).
 
-    vLLM calls this after loading. Captured graphs hold addresses, so results go where the earlier ones lay.
+    What layers of other kinds do once with weights in a checkpoint's layout is not for these.
     """
-    for module in model.modules():
-        after = getattr(module, "process_weights_after_loading", None)
-        if after is None or "act_dtype" not in inspect.signature(after).parameters:
-            continue  # what layers of other kinds do once with weights in a checkpoint's layout is not for these
+    after = "process_weights_after_loading"
+    kinds = {type(module) for module in model.modules() if hasattr(module, after)}
+    wanted = tuple(kind for kind in kinds if "act_dtype" in inspect.signature(getattr(kind, after)).parameters)
+    return [module for module in model.modules() if isinstance(module, wanted)]
+
+
+def derive(modules: Iterable[Any]) -> None:
+    """Make anew, in its old memory, what these layers derive from weights.
+
+    vLLM does this after loading. Captured graphs hold addresses, so results go where the earlier ones lay.
+    """
+    for module in modules:
         before = {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
         with torch.no_grad():
-            after(next((p.dtype for p in module.parameters()), torch.get_default_dtype()))
+            module.process_weights_after_loading(
+                next((p.dtype for p in module.parameters()), torch.get_default_dtype())
+            )
             for name, old in before.items():
                 new = getattr(module, name)
                 if new is not old and new.shape == old.shape and new.dtype == old.dtype:
