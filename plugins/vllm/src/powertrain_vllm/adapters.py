@@ -145,6 +145,17 @@ def check_folder(name: str, folder: str, modules: Iterable[str]) -> None:
         match(list(file.keys()), modules)
 
 
+def check_targets(targets: Iterable[str], modules: Iterable[str]) -> None:
+    """Refuse targets of a run's adapter that are the end of no module's name; ConfigError lists what there is."""
+    modules = list(modules)
+    missing = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in modules)]
+    if missing:
+        ends = sorted({name.rpartition(".")[2] for name in modules})
+        words = " and no ".join(f"{target!r}{nearest(target, ends)}" for target in missing)
+        message = f"lora.targets: the model that vLLM holds has no module {words}; it has: {', '.join(ends)}"
+        raise ConfigError(message)
+
+
 def modules_of(sink: WeightSink) -> list[str]:
     """Return the names of the modules that an adapter may fit, by the names of the weights."""
     ends = ".weight"

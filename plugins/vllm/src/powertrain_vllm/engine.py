@@ -13,7 +13,7 @@ from powertrain.interfaces.data import GenerateResult
 from powertrain.interfaces.infer import PAUSE_MODES, InferEngine
 from powertrain.tensors.early import set_early
 from powertrain.tensors.rows import Row, check_prompt
-from powertrain_vllm.adapters import Held, Shelf, check_folder, modules_of
+from powertrain_vllm.adapters import Held, Shelf, check_folder, check_targets, modules_of
 from powertrain_vllm.backend import PREFIX, Call, Drawn, Form
 
 if TYPE_CHECKING:
@@ -63,7 +63,9 @@ class VllmEngine(InferEngine):
         from powertrain.options import resolve
         from powertrain_vllm.hooks import OPTIONS
 
-        self._options = resolve(OPTIONS, spec.options, where="backend vllm")
+        # Which arguments there are is this vLLM's to say; the driver may have known another version's.
+        given = {name: value for name, value in spec.options.items() if value is not None}
+        self._options = resolve(OPTIONS, given, where="backend vllm")
         self._loop = asyncio.get_running_loop()
         self._shelf = Shelf(self._options["max_adapters"], self._options["stale_adapter"])
         from powertrain_vllm.inprocess import InProcess
@@ -74,6 +76,8 @@ class VllmEngine(InferEngine):
         self._sink: Any = self._form.sink()
         self._sink.attach(lambda: self.state == "paused", self._arrived, self._withdrawn)
         self._modules = modules_of(self._sink)
+        if spec.lora is not None:
+            check_targets(spec.lora.targets, self._modules)
         self._open = True
 
     # ---- requests

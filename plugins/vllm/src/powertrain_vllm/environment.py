@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from powertrain_vllm.settings import check
+
 if TYPE_CHECKING:
     from powertrain.interfaces.build import EngineSpec
 
@@ -12,8 +14,10 @@ if TYPE_CHECKING:
 def environment(options: Mapping[str, Any], spec: EngineSpec) -> dict[str, str]:
     """Return what a worker needs: vLLM's engine in its own process, and on a card batch-invariant kernels.
 
-    A run's own `env` wins. On a CPU vLLM's batch-invariant mode does not start, and is not needed: see the tests.
+    Called before anything starts, so options that go against the run are refused here (`Violations`). A run's own `env`
+    wins. On a CPU vLLM's batch-invariant mode does not start, and is not needed: see the tests.
     """
+    check(options, spec)
     found = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_USE_V2_MODEL_RUNNER": "0",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from powertrain.errors import ConfigError, DeadlineError, StateError
 from powertrain_vllm.backend import HOTTEST, name_here, name_there, other
-from powertrain_vllm.settings import engine_arguments
+from powertrain_vllm.settings import engine_arguments, typed
 from powertrain_vllm.versions import generation
 
 if TYPE_CHECKING:
@@ -65,10 +65,12 @@ class InProcess:
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        from powertrain_vllm.hooks import OPTIONS
         from powertrain_vllm.worker import Seat, before_load
 
         before_load()
-        arguments = engine_arguments(spec, options, native_head=about.head_dtype)
+        ranks = next((option.choices for option in OPTIONS if option.name == "max_lora_rank"), ())
+        arguments = typed(engine_arguments(spec, options, native_head=about.head_dtype, ranks=ranks))
         try:
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
         except (TypeError, ValueError) as exc:
