@@ -108,7 +108,7 @@ def convert(spec: OptionSpec, value: Any) -> Any:
     Text is read strictly: `int` takes `12` and not `1.5`, `bool` takes true/false/yes/no/on/off/1/0, `list` takes
     JSON or comma-separated text, `mapping` takes JSON. A text may be empty where the default is.
     """
-    if spec.default is None and is_none(value):
+    if spec.default is None and is_none(value) and (value is None or value not in spec.choices):
         return None
     if isinstance(value, bool):  # what YAML makes of a bare yes or no, where that is a choice
         value = next((word for word in spec.choices if _BOOLEANS.get(str(word)) is value), value)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from powertrain.errors import ConfigError, DeadlineError, StateError
 from powertrain_vllm.backend import HOTTEST, name_here, name_there, other
-from powertrain_vllm.settings import engine_arguments, typed
+from powertrain_vllm.settings import engine_arguments, in_a_line, typed
 from powertrain_vllm.versions import generation
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class InProcess:
         try:
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
         except (TypeError, ValueError) as exc:
-            message = f"vLLM {vllm.__version__} does not start with these arguments: {exc}"
+            message = f"vLLM {vllm.__version__} does not start with these arguments: {in_a_line(exc)}"
             raise ConfigError(message) from exc
         _living.add(id(self))
         worker = self._engine.model_executor.driver_worker.worker

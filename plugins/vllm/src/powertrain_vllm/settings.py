@@ -151,8 +151,13 @@ def typed(arguments: Mapping[str, Any]) -> dict[str, Any]:
         try:
             found[name] = TypeAdapter(hints[name]).validate_python(value)
         except (ValidationError, TypeError) as exc:
-            faults = exc.errors(include_url=False, include_input=False) if isinstance(exc, ValidationError) else []
-            told = "; ".join(f"{'.'.join(map(str, f['loc']))}: {f['msg']}".lstrip(": ") for f in faults[:3]) or str(exc)
-            message = f"vllm?{name} is {shown(value)}, which vLLM does not take: {told}"
+            message = f"vllm?{name} is {shown(value)}, which vLLM does not take: {in_a_line(exc)}"
             raise ConfigError(message) from exc
     return found
+
+
+def in_a_line(exc: Exception) -> str:
+    """Return in one line what vLLM has against arguments; of a pydantic error the places and reasons alone."""
+    faults = getattr(exc, "errors", list)()
+    places = (f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}".removeprefix(": ") for fault in faults)
+    return "; ".join(places) or str(exc)
