@@ -268,7 +268,7 @@ def test_what_a_user_gives_wins_over_what_only_suits():
 
 def test_room_for_adapters_follows_from_the_run():
     lora = made(lora=LoraSpec(rank=9))
-    assert (lora["enable_lora"], lora["max_lora_rank"], lora["max_loras"], lora["max_cpu_loras"]) == (True, 16, 4, 4)
+    assert (lora["enable_lora"], lora["max_lora_rank"], lora["max_loras"], lora["max_cpu_loras"]) == (True, 16, 4, 5)
     assert made({"max_lora_rank": 16}, lora=LoraSpec(rank=8))["max_lora_rank"] == 16
     plain = made()
     assert plain["enable_lora"] is False
@@ -285,8 +285,17 @@ def test_room_for_adapters_that_does_not_fit_the_run_is_refused():
         environment({"enable_lora": False}, spec(lora=LoraSpec()))
     with pytest.raises(ConfigError, match=r"max_loras=5 adapters in a batch, and max_adapters=4"):
         made({"max_loras": 5})
-    with pytest.raises(ConfigError, match=r"max_cpu_loras=2 is below max_adapters=4"):
-        made({"max_cpu_loras": 2})
+    with pytest.raises(ConfigError, match=r"max_cpu_loras=4, and max_adapters=4 are kept and one more"):
+        made({"max_cpu_loras": 4})
+    assert made({"enable_lora": True, "max_loras": 2, "max_cpu_loras": 5})["max_loras"] == 2
+    with pytest.raises(ConfigError, match=r"lora_target_modules lacks 'k_proj', which the run's adapter is for"):
+        made({"lora_target_modules": ["q_proj"]}, lora=LoraSpec(targets=("q_proj", "k_proj")))
+
+
+def test_random_weights_never_answer():
+    with pytest.raises(ConfigError, match=r"load_format=dummy; until the first update random weights would answer"):
+        environment({"load_format": "dummy"}, spec())
+    assert made({"load_format": "safetensors"})["load_format"] == "safetensors"
 
 
 def test_lora_targets_that_match_nothing_are_named():

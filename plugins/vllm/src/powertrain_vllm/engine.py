@@ -87,16 +87,17 @@ class VllmEngine(InferEngine):
 
     async def generate_batch(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         """Answer several requests that go to vLLM together."""
-        items = [self._item(request) for request in requests]
         ids = [request.request_id for request in requests]
         twice = next((name for i, name in enumerate(ids) if name in self._items or name in ids[:i]), None)
         if twice is not None:
             message = f"request id {twice!r} is in flight already"
             raise StateError(message)
-        for item in items:
-            self._items[item.request.request_id] = item
-            if item.adapter is not None:
-                self._shelf.use(item.adapter, 1)
+        with self._shelf.lock:
+            items = [self._item(request) for request in requests]
+            for item in items:
+                self._items[item.request.request_id] = item
+                if item.adapter is not None:
+                    self._shelf.use(item.adapter, 1)
         if self._open:
             self._submit(items)
         else:
@@ -267,21 +268,28 @@ class VllmEngine(InferEngine):
 
     async def unload_adapter(self, name: str) -> None:
         """Drop an adapter; StateError while a request in flight uses it."""
-        self._shelf.check_drop(name)
+        with self._shelf.lock:
+            self._shelf.check_drop(name)
+            self._shelf.take(name)
         await asyncio.to_thread(self._form.unload, name)
-        self._shelf.take(name)
 
     def _arrived(self, name: str, folder: str) -> None:
         check_folder(name, folder, self._modules)
         self._register(name, folder, True)
 
     def _register(self, name: str, folder: str, owned: bool) -> None:
-        self._shelf.check_new(name)
-        for old in self._shelf.surplus():
-            self._form.unload(old)
-            self._shelf.take(old)
+        """Load an adapter and then drop what is too many, so that one that cannot be loaded costs no other."""
+        with self._shelf.lock:
+            self._shelf.check_new(name)
+            self._shelf.check_room()
         self._form.load(name, folder)
-        self._shelf.put(Held(name, folder, owned))
+        with self._shelf.lock:
+            self._shelf.put(Held(name, folder, owned))
+            dropped = self._shelf.surplus()
+            for old in dropped:
+                self._shelf.take(old)
+        for old in dropped:
+            self._form.unload(old)
 
     def _withdrawn(self, name: str) -> None:
         if name in self._shelf.names():

@@ -67,11 +67,18 @@ def _problems(options: Mapping[str, Any], spec: EngineSpec) -> Iterator[str]:
         yield f"{which}; give the run's own key `dtype`, for both sides"
     if "head_dtype" in given.get("hf_overrides", {}):
         yield "vllm?hf_overrides has 'head_dtype'; give the run's key `head.fp32`, for both sides"
+    if given.get("load_format") == "dummy":
+        yield "vllm?load_format=dummy; until the first update random weights would answer, so leave it out"
+    yield from _of_adapters(given, spec)
+
+
+def _of_adapters(given: Mapping[str, Any], spec: EngineSpec) -> Iterator[str]:
     places, kept = given.get("max_loras", 1), given.get("max_adapters", 1)
     if places > kept:
         yield f"vllm?max_loras={places} adapters in a batch, and max_adapters={kept} are kept; raise max_adapters"
-    if given.get("max_cpu_loras", kept) < kept:
-        yield f"vllm?max_cpu_loras={given['max_cpu_loras']} is below max_adapters={kept}; leave it out, or lower that"
+    if given.get("max_cpu_loras", kept + 1) <= kept:
+        which = f"vllm?max_cpu_loras={given['max_cpu_loras']}, and max_adapters={kept} are kept"
+        yield f"{which} and one more while it is loaded; leave it out, or lower max_adapters"
     if spec.lora is None:
         return
     if given.get("enable_lora") is False:
@@ -81,6 +88,9 @@ def _problems(options: Mapping[str, Any], spec: EngineSpec) -> Iterator[str]:
             f"vllm?max_lora_rank={given['max_lora_rank']}, and the run trains an adapter of rank {spec.lora.rank}; "
             "leave it out, and it follows from the rank"
         )
+    if beyond := [name for name in spec.lora.targets if name not in given.get("lora_target_modules", [name])]:
+        which = f"vllm?lora_target_modules lacks {', '.join(map(repr, beyond))}, which the run's adapter is for"
+        yield f"{which}; leave it out, or take them out of lora.targets"
 
 
 def engine_arguments(
@@ -104,7 +114,8 @@ def engine_arguments(
     if cuda:
         suits["enable_sleep_mode"] = True
     if given.get("enable_lora", suits["enable_lora"]):
-        suits |= dict.fromkeys(("max_loras", "max_cpu_loras"), options["max_adapters"])
+        kept = options["max_adapters"]
+        suits |= {"max_loras": kept, "max_cpu_loras": kept + 1}  # a new one is there before an old one goes
         suits |= {} if spec.lora is None else {"max_lora_rank": _room(spec.lora.rank, ranks)}
     head = {"head_dtype": "float32"} if native_head and spec.head.fp32 else {}
     fixed = {
