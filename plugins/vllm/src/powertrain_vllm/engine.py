@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from powertrain.interfaces.data import GenerateRequest
     from powertrain.interfaces.weights import WeightSink
 
-EARLY = ("VLLM_", "OMP_", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED")
+EARLY = ("VLLM_", "OMP_", "MKL_", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED")
 """Beginnings of names of variables that vLLM or torch read once."""
 
 

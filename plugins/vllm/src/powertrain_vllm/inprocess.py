@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from powertrain.errors import ConfigError, DeadlineError, StateError
 from powertrain_vllm.backend import HOTTEST, name_here, name_there, other
 from powertrain_vllm.settings import engine_arguments, in_a_line, typed
-from powertrain_vllm.versions import generation
+from powertrain_vllm.versions import generation, imported
 
 if TYPE_CHECKING:
     from powertrain.interfaces.build import EngineSpec
@@ -58,8 +58,7 @@ class InProcess:
         self._thread.start()
 
     def _build(self, spec: EngineSpec, options: Mapping[str, Any]) -> None:
-        import vllm
-
+        vllm = imported()
         about = generation(vllm.__version__, allow=options.get("untested_version") == "allow")
         os.environ[MULTIPROCESSING] = "0"
         from vllm import EngineArgs
