@@ -66,6 +66,16 @@ def options(specs: Iterable[OptionSpec], defaults: Mapping[str, Any] | None = No
     return table(("name", "type", "default", "allowed", "meaning"), rows) if rows else "No options.\n"
 
 
+def passed_on(specs: Iterable[OptionSpec]) -> str:
+    """Return the options that an engine takes as they are, by their types, in one list."""
+    found: dict[str, list[str]] = {}
+    for spec in specs:
+        found.setdefault(spec.type, []).append(f"`{spec.name}`")
+    items = [f"- {kind}: {', '.join(sorted(names))}" for kind, names in sorted(found.items())]
+    count = sum(map(len, found.values()))
+    return f"{count} more are handed on to the engine, by type:\n\n" + "\n".join(items) + "\n" if found else ""
+
+
 def own_registry() -> Registry:
     """Return a registry of this repository's dists alone, whatever else is installed."""
     files = [ROOT / "core" / "pyproject.toml", *sorted(ROOT.glob("plugins/*/pyproject.toml"))]
@@ -120,7 +130,10 @@ def configuration(registry: Registry) -> str:
         status = f" Not there yet in this release: {STATUS[kind]}.\n" if spec.status == "planned" else "\n"
         text += [f"## {kind.capitalize()} `{spec.name}`\n", f"{escaped(spec.summary)}{role}.{status}"]
         text += [places[kind].format(spec.name)] if spec.options and kind in places else []
-        text.append(options(spec.options))
+        # A page that is the same everywhere does not go by the version of an engine that is installed here.
+        specs = getattr(spec.options, "shipped", spec.options)
+        text += [options([option for option in specs if option.listed])]
+        text += filter(None, [passed_on([option for option in specs if not option.listed])])
     missing = [kind for kind in KIND_OF_GROUP.values() if not registry.names(kind)]
     text += [f"This release brings no plugin of the kinds {' and '.join(missing)}.\n"] if missing else []
     return "\n".join(text)

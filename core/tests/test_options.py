@@ -2,8 +2,8 @@
 
 import pytest
 
-from powertrain.errors import ConfigError
-from powertrain.options import OptionSpec, convert, nearest
+from powertrain.errors import ConfigError, Violations
+from powertrain.options import OptionSpec, convert, nearest, resolve
 
 
 def test_nearest_word_is_found_in_any_case():
@@ -117,3 +117,19 @@ def test_value_of_another_type_is_shown_in_short(kind, value, start):
         convert(OptionSpec(name="n", type=kind, default="a"), value)
     assert f"option 'n' needs a value of type {kind}, got {start}" in str(caught.value)
     assert len(str(caught.value)) < 220
+
+
+def test_none_that_is_a_choice_is_itself():
+    spec = OptionSpec(name="mode", choices=("none", "some"))
+    assert convert(spec, "none") == "none"
+    assert convert(spec, None) is None
+    assert convert(OptionSpec(name="mode"), "none") is None
+
+
+def test_options_that_are_not_listed_are_counted_in_messages():
+    specs = [OptionSpec(name="seen"), OptionSpec(name="unseen", listed=False)]
+    with pytest.raises(
+        Violations, match=r"unknown option 'unsen' \(did you mean 'unseen'\?\); it has: seen and 1 more$"
+    ):
+        resolve(specs, {"unsen": 1}, where="backend x")
+    assert resolve(specs, {"unseen": "a"}, where="backend x") == {"seen": None, "unseen": "a"}

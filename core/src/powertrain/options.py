@@ -34,7 +34,8 @@ class OptionSpec:
 
     name: as written in `?name=value` and in YAML. type: a key of `READERS`; `None` is accepted where `default` is None.
     default: used when the option is not given. choices: allowed values. minimum/maximum: inclusive bounds of numbers.
-    help: one sentence, shown by the command line and in the docs.
+    help: one sentence, shown by the command line and in the docs. listed: False for one of very many that an engine
+    takes as they are: lists and the resolved configuration leave it out until it is given.
     """
 
     name: str
@@ -44,6 +45,7 @@ class OptionSpec:
     choices: tuple[Any, ...] = ()
     minimum: float | None = None
     maximum: float | None = None
+    listed: bool = True
 
     def __post_init__(self) -> None:
         if self.type not in READERS:
@@ -79,6 +81,13 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {table[best]!r}?)" if best else ""
 
 
+def names(options: Mapping[str, OptionSpec]) -> str:
+    """Return the sorted names of those that are listed, for a message, and how many there are beside them."""
+    return ", ".join(sorted(name for name, spec in options.items() if spec.listed)) + (
+        f" and {more} more" if (more := sum(not spec.listed for spec in options.values())) else ""
+    )
+
+
 def shown(value: Any) -> str:
     """Return a value as a message shows it: in YAML's word where there is none, cut where it is long."""
     try:
@@ -99,7 +108,7 @@ def convert(spec: OptionSpec, value: Any) -> Any:
     Text is read strictly: `int` takes `12` and not `1.5`, `bool` takes true/false/yes/no/on/off/1/0, `list` takes
     JSON or comma-separated text, `mapping` takes JSON. A text may be empty where the default is.
     """
-    if spec.default is None and is_none(value):
+    if spec.default is None and is_none(value) and (value is None or value not in spec.choices):
         return None
     if isinstance(value, bool):  # what YAML makes of a bare yes or no, where that is a choice
         value = next((word for word in spec.choices if _BOOLEANS.get(str(word)) is value), value)
@@ -159,10 +168,7 @@ def _sequence(value: Any) -> list[Any]:
 
 
 def _mapping(value: Any) -> dict[str, Any]:
-    found = json.loads(value) if isinstance(value, str) else value
-    if not isinstance(found, Mapping):
-        raise ValueError
-    return dict(found)
+    return {**(json.loads(value) if isinstance(value, str) else value)}
 
 
 READERS: Final[Mapping[str, Callable[[Any], Any]]] = {
@@ -202,8 +208,7 @@ def collect(
         problems.append(f"{where} is {shown(given)}; it must be a mapping of options")
         given = {}
     problems += [
-        f"{where}: unknown option {shown(name)}{hint(str(name), table)}; "
-        f"it has: {', '.join(sorted(table)) or 'no options'}"
+        f"{where}: unknown option {shown(name)}{hint(str(name), table)}; it has: {names(table) or 'no options'}"
         for name in given
         if name not in table
     ]

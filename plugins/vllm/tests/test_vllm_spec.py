@@ -47,6 +47,8 @@ def test_environment_says_where_vllm_computes():
     cpu = environment({}, EngineSpec(backend="vllm", role="infer", model="m", deterministic=True))
     assert cpu["VLLM_TARGET_DEVICE"] == "cpu"
     assert "VLLM_BATCH_INVARIANT" not in cpu
+    assert cpu["MKL_CBWR"] == "AVX2,STRICT"
+    assert "MKL_CBWR" not in environment({}, EngineSpec(backend="vllm", role="infer", model="m"))
     card = RankSpec(device="cuda")
     cuda = environment({}, EngineSpec(backend="vllm", role="infer", model="m", deterministic=True, place=card))
     assert cuda["VLLM_BATCH_INVARIANT"] == "1"

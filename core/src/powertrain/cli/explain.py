@@ -62,7 +62,7 @@ def describe(layout: Layout) -> dict[str, Any]:
 
 def _part(part: Part, group: tuple[Part, ...]) -> dict[str, Any]:
     plain = ("label", "backend", "name", "role", "world", "instances", "cards_per_instance", "frozen", "via")
-    options, given = (*part.spec.options, *PART_OPTIONS), part.options
+    told = {o.name: o.default for o in (*part.spec.options, *PART_OPTIONS) if o.listed}
     return {key: getattr(part, key) for key in plain} | {
         "status": part.spec.status,
         "summary": part.spec.summary,
@@ -71,7 +71,10 @@ def _part(part: Part, group: tuple[Part, ...]) -> dict[str, Any]:
         "expert": part.expert._asdict() if part.expert else None,
         "cards": [part.cards[0], part.cards[-1]],
         "colocated_with": [other.label for other in group if other is not part],
-        "options": {o.name: {"value": given.get(o.name, o.default), "default": o.name not in given} for o in options},
+        "options": {
+            name: {"value": value, "default": name not in part.options}
+            for name, value in {**told, **part.options}.items()
+        },
         "ranks": [[rank, *part.place(rank)] for rank in range(part.world)],
     }
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from powertrain.errors import ConfigError, PluginError
 from powertrain.layout.parts import PART_OPTIONS, Layout, Part, counted, in_attn
 from powertrain.layout.text import DIM, NAME, OPTION, SECTION, Faults, mapping_text, read, shorten, value_text
-from powertrain.options import OptionSpec, convert, nearest
+from powertrain.options import OptionSpec, convert, names, nearest
 from powertrain.specs import AxisSpec, BackendSpec
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ class Written:
             elif f"?{name}" in self._at:
                 self.fault(option.start("key"), f"option {name!r} stands there twice")
             elif self._spec and name not in known:
-                listed = f"{nearest(name, known)}; it has: {', '.join(sorted(known))}"
+                listed = f"{nearest(name, known)}; it has: {names(known)}"
                 self.fault(option.start("key"), f"backend {self.backend!r} has no option {name!r}{listed}")
             elif not text:
                 self.fault(option.end(), f"option {name!r} has no value; write '{name}=value', an empty one as ''")

@@ -212,7 +212,9 @@ def _sections(
         own = options if recipe and name == recipe.name else (*options, *PART_OPTIONS)
         where = f"section {name!r}"
         values = collect(own, given, where=where, problems=problems, hint=lambda key, own: _meant(key, groups, own))
-        kept = {option.name for option in options if whole}.union(given if isinstance(given, Mapping) else ())
+        kept = {option.name for option in options if whole and option.listed}.union(
+            given if isinstance(given, Mapping) else ()
+        )
         sections[name] = {key: value for key, value in values.items() if key in kept}
     return {name: section for name, section in sections.items() if section}
 

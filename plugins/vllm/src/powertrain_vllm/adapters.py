@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -36,10 +37,14 @@ class Shelf:
 
     most: how many are kept; for a new one the oldest goes that no request uses. stale: what a request under a dropped
     name gets, "refuse" or "newest" (of the same base name).
+
+    lock: requests come on the event loop and adapters on another thread; held from `find` to `use`, and from `surplus`
+    to `take`, so that none is dropped that a request has just been given.
     """
 
     def __init__(self, most: int, stale: str) -> None:
         self._most, self._stale = most, stale
+        self.lock = threading.Lock()
         self._held: dict[str, Held] = {}
         self._users: Counter[str] = Counter()
         self._gone: dict[str, None] = {}
@@ -79,17 +84,20 @@ class Shelf:
             message = f"adapter {name!r} is loaded already; every version has a name of its own"
             raise StateError(message)
 
-    def surplus(self) -> list[str]:
-        """Return the names to drop so that one more has room, oldest first; StateError when all are in use."""
-        count = len(self._held) - self._most + 1
-        idle = [name for name in self._held if not self._users[name]][: max(0, count)]
-        if count > len(idle):
+    def check_room(self) -> None:
+        """StateError when one more cannot be kept, since requests use all that there are."""
+        idle = sum(not self._users[name] for name in self._held)
+        if len(self._held) - self._most + 1 > idle:
             message = (
                 f"{len(self._held)} adapters are loaded, all {self._most} places are used by requests in flight; "
                 "wait for those, or raise max_adapters"
             )
             raise StateError(message)
-        return idle
+
+    def surplus(self) -> list[str]:
+        """Return the names to drop, oldest first: what is beyond the bound and no request uses."""
+        idle = [name for name in self._held if not self._users[name]]
+        return idle[: max(0, len(self._held) - self._most)]
 
     def put(self, held: Held) -> None:
         """Note an adapter that vLLM has."""
@@ -143,6 +151,17 @@ def check_folder(name: str, folder: str, modules: Iterable[str]) -> None:
         raise ConfigError(message)
     with safe_open(place / "adapter_model.safetensors", "np") as file:
         match(list(file.keys()), modules)
+
+
+def check_targets(targets: Iterable[str], modules: Iterable[str]) -> None:
+    """Refuse targets of a run's adapter that are the end of no module's name; ConfigError lists what there is."""
+    modules = list(modules)
+    missing = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in modules)]
+    if missing:
+        ends = sorted({name.rpartition(".")[2] for name in modules})
+        words = " and no ".join(f"{target!r}{nearest(target, ends)}" for target in missing)
+        message = f"lora.targets: the model that vLLM holds has no module {words}; it has: {', '.join(ends)}"
+        raise ConfigError(message)
 
 
 def modules_of(sink: WeightSink) -> list[str]:

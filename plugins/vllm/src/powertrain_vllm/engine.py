@@ -13,7 +13,7 @@ from powertrain.interfaces.data import GenerateResult
 from powertrain.interfaces.infer import PAUSE_MODES, InferEngine
 from powertrain.tensors.early import set_early
 from powertrain.tensors.rows import Row, check_prompt
-from powertrain_vllm.adapters import Held, Shelf, check_folder, modules_of
+from powertrain_vllm.adapters import Held, Shelf, check_folder, check_targets, modules_of
 from powertrain_vllm.backend import PREFIX, Call, Drawn, Form
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from powertrain.interfaces.data import GenerateRequest
     from powertrain.interfaces.weights import WeightSink
 
-EARLY = ("VLLM_", "OMP_", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED")
+EARLY = ("VLLM_", "OMP_", "MKL_", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "PYTHONHASHSEED")
 """Beginnings of names of variables that vLLM or torch read once."""
 
 
@@ -63,7 +63,9 @@ class VllmEngine(InferEngine):
         from powertrain.options import resolve
         from powertrain_vllm.hooks import OPTIONS
 
-        self._options = resolve(OPTIONS, spec.options, where="backend vllm")
+        # Which arguments there are is this vLLM's to say; the driver may have known another version's.
+        given = {name: value for name, value in spec.options.items() if value is not None}
+        self._options = resolve(OPTIONS, given, where="backend vllm")
         self._loop = asyncio.get_running_loop()
         self._shelf = Shelf(self._options["max_adapters"], self._options["stale_adapter"])
         from powertrain_vllm.inprocess import InProcess
@@ -74,6 +76,8 @@ class VllmEngine(InferEngine):
         self._sink: Any = self._form.sink()
         self._sink.attach(lambda: self.state == "paused", self._arrived, self._withdrawn)
         self._modules = modules_of(self._sink)
+        if spec.lora is not None:
+            check_targets(spec.lora.targets, self._modules)
         self._open = True
 
     # ---- requests
@@ -83,16 +87,17 @@ class VllmEngine(InferEngine):
 
     async def generate_batch(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         """Answer several requests that go to vLLM together."""
-        items = [self._item(request) for request in requests]
         ids = [request.request_id for request in requests]
         twice = next((name for i, name in enumerate(ids) if name in self._items or name in ids[:i]), None)
         if twice is not None:
             message = f"request id {twice!r} is in flight already"
             raise StateError(message)
-        for item in items:
-            self._items[item.request.request_id] = item
-            if item.adapter is not None:
-                self._shelf.use(item.adapter, 1)
+        with self._shelf.lock:
+            items = [self._item(request) for request in requests]
+            for item in items:
+                self._items[item.request.request_id] = item
+                if item.adapter is not None:
+                    self._shelf.use(item.adapter, 1)
         if self._open:
             self._submit(items)
         else:
@@ -263,21 +268,28 @@ class VllmEngine(InferEngine):
 
     async def unload_adapter(self, name: str) -> None:
         """Drop an adapter; StateError while a request in flight uses it."""
-        self._shelf.check_drop(name)
+        with self._shelf.lock:
+            self._shelf.check_drop(name)
+            self._shelf.take(name)
         await asyncio.to_thread(self._form.unload, name)
-        self._shelf.take(name)
 
     def _arrived(self, name: str, folder: str) -> None:
         check_folder(name, folder, self._modules)
         self._register(name, folder, True)
 
     def _register(self, name: str, folder: str, owned: bool) -> None:
-        self._shelf.check_new(name)
-        for old in self._shelf.surplus():
-            self._form.unload(old)
-            self._shelf.take(old)
+        """Load an adapter and then drop what is too many, so that one that cannot be loaded costs no other."""
+        with self._shelf.lock:
+            self._shelf.check_new(name)
+            self._shelf.check_room()
         self._form.load(name, folder)
-        self._shelf.put(Held(name, folder, owned))
+        with self._shelf.lock:
+            self._shelf.put(Held(name, folder, owned))
+            dropped = self._shelf.surplus()
+            for old in dropped:
+                self._shelf.take(old)
+        for old in dropped:
+            self._form.unload(old)
 
     def _withdrawn(self, name: str) -> None:
         if name in self._shelf.names():

@@ -1,15 +1,20 @@
 """The spec of the backend `vllm`.
 
-Options carry the names of vLLM's engine arguments; one that is not given is left to vLLM's own default.
+Options carry the names of vLLM's engine arguments: the usual ones are described here, all others of the installed
+version are taken too. One that is not given is left to vLLM's own default.
 """
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from powertrain.hookspecs import hookimpl
 from powertrain.options import OptionSpec
 from powertrain.specs import BackendSpec, Support
+from powertrain_vllm.arguments import Arguments
+from powertrain_vllm.settings import OWN, REFUSED
 
-OPTIONS = (
+DESCRIBED = (
     OptionSpec(
         name="max_adapters", type="int", default=4, minimum=1, help="LoRA adapters kept; the oldest unused goes."
     ),
@@ -19,7 +24,7 @@ OPTIONS = (
     OptionSpec(
         name="untested_version", default="refuse", choices=("refuse", "allow"), help="A vLLM outside the tested range."
     ),
-    OptionSpec(name="enable_lora", type="bool", help="Make room for LoRA adapters."),
+    OptionSpec(name="enable_lora", type="bool", help="Make room for LoRA adapters; follows from the run."),
     OptionSpec(
         name="gpu_memory_utilization",
         type="float",
@@ -40,9 +45,10 @@ OPTIONS = (
     OptionSpec(name="enable_chunked_prefill", type="bool", help="Split long prompts over several steps."),
     OptionSpec(name="kv_cache_dtype", help="Type of the KV cache, `auto` for the weights' own."),
     OptionSpec(name="quantization", help="Method by which the weights are quantised."),
-    OptionSpec(name="max_lora_rank", type="int", minimum=1, help="Largest rank of an adapter."),
+    OptionSpec(name="max_lora_rank", type="int", minimum=1, help="Largest rank of an adapter; follows from the run."),
     OptionSpec(name="trust_remote_code", type="bool", help="Run code that a model repository brings."),
 )
+OPTIONS = Arguments(DESCRIBED, OWN, REFUSED)
 
 
 @hookimpl
@@ -56,7 +62,7 @@ def powertrain_backend() -> BackendSpec:
         environment="powertrain_vllm.environment:environment",
         summary="vLLM in a worker's process, CPU or GPU; one card an instance",
         axes=("d", "p", "t", "e"),
-        options=OPTIONS,
+        options=cast("Any", OPTIONS),  # a sequence that is read on use
         requires=("vllm",),
         install="pip install 'powertrain-vllm[engine]'",
         capabilities={

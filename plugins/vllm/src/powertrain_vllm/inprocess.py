@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from powertrain.errors import ConfigError, DeadlineError, StateError
 from powertrain_vllm.backend import HOTTEST, name_here, name_there, other
-from powertrain_vllm.settings import engine_arguments
-from powertrain_vllm.versions import generation
+from powertrain_vllm.settings import engine_arguments, in_a_line, typed
+from powertrain_vllm.versions import generation, imported
 
 if TYPE_CHECKING:
     from powertrain.interfaces.build import EngineSpec
@@ -58,21 +58,22 @@ class InProcess:
         self._thread.start()
 
     def _build(self, spec: EngineSpec, options: Mapping[str, Any]) -> None:
-        import vllm
-
+        vllm = imported()
         about = generation(vllm.__version__, allow=options.get("untested_version") == "allow")
         os.environ[MULTIPROCESSING] = "0"
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        from powertrain_vllm.hooks import OPTIONS
         from powertrain_vllm.worker import Seat, before_load
 
         before_load()
-        arguments = engine_arguments(spec, options, native_head=about.head_dtype)
+        ranks = next((option.choices for option in OPTIONS if option.name == "max_lora_rank"), ())
+        arguments = typed(engine_arguments(spec, options, native_head=about.head_dtype, ranks=ranks))
         try:
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
         except (TypeError, ValueError) as exc:
-            message = f"vLLM {vllm.__version__} does not start with these arguments: {exc}"
+            message = f"vLLM {vllm.__version__} does not start with these arguments: {in_a_line(exc)}"
             raise ConfigError(message) from exc
         _living.add(id(self))
         worker = self._engine.model_executor.driver_worker.worker

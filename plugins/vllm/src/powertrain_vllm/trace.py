@@ -70,12 +70,22 @@ class _Watch(TorchDispatchMode):
 
 
 def trace(model: Any, shapes: Shapes) -> dict[str, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Return name -> blocks (view of the checkpoint's tensor, view of the parameter) by the model's own loaders."""
+    """Return name -> blocks (view of the checkpoint's tensor, view of the parameter) by the model's own loaders.
+
+    ConfigError where they break off, since the weights do not lie there any more as they were loaded.
+    """
     with torch.no_grad(), _Watch() as watch:
         given: Iterator[tuple[str, torch.Tensor]] = (
             (name, watch.source(name, shape, dtype)) for name, (shape, dtype) in shapes.items()
         )
-        model.load_weights(given)
+        try:
+            model.load_weights(given)
+        except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as exc:
+            message = (
+                f"the model's loaders do not take its checkpoint a second time ({exc}); this version packs weights "
+                "after loading in a way that is not known here, so updates cannot be taken"
+            )
+            raise ConfigError(message) from exc
     return watch.blocks
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from powertrain.errors import ConfigError
 from powertrain.tensors.serving import ServingSink
 from powertrain.tensors.views import block_view, narrowed
-from powertrain_vllm import head
+from powertrain_vllm import base_rows, head
 from powertrain_vllm.trace import checkpoint, running_manifest
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def before_load() -> None:
         return
     from vllm.model_executor.layers import utils
 
+    base_rows.mend()
     packing = utils.dispatch_cpu_unquantized_gemm
     if getattr(packing, "plain", False):
         return

@@ -8,5 +8,5 @@ from powertrain_vllm.environment import environment
 HERE = os.environ.get("POWERTRAIN_TEST_ENVIRONMENT") == "vllm"
 collect_ignore_glob = [] if HERE else ["test_*.py"]
 if HERE:  # vLLM and torch read these when they are imported
-    needed = environment({}, EngineSpec(backend="vllm", role="infer", model=""))
+    needed = environment({}, EngineSpec(backend="vllm", role="infer", model="", deterministic=True))
     os.environ.update(needed, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
