@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import shutil
@@ -33,12 +34,16 @@ def before_load() -> None:
 
     On a CPU vLLM copies the weights of linear layers into layouts of oneDNN's and others', and empties the parameters.
     A layer-wise reload makes these copies anew, but not that of a tied head, which goes on with the old weights and
-    says nothing. Without the copies an update is written in place, and a tied head follows it.
+    says nothing. Without the copies an update is written in place, and a tied head follows it. So it is with experts.
     """
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return
+    with contextlib.suppress(ImportError):  # earlier versions have their experts elsewhere; `hold` refuses those
+        from powertrain_vllm import experts
+
+        experts.install()
     from vllm.model_executor.layers import utils
 
     packing = utils.dispatch_cpu_unquantized_gemm
