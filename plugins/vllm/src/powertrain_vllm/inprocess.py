@@ -65,10 +65,10 @@ class InProcess:
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        from powertrain_vllm.worker import Seat, before_load
+        from powertrain_vllm.worker import Seat, before_load, unpacked
 
         before_load()
-        arguments = engine_arguments(spec, options, native_head=about.head_dtype)
+        arguments = unpacked(spec) | engine_arguments(spec, options, native_head=about.head_dtype)
         try:
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
         except (TypeError, ValueError) as exc:

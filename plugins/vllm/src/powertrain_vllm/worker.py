@@ -17,12 +17,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from powertrain.errors import ConfigError
+from powertrain.tensors.checkpoint import read_config
 from powertrain.tensors.serving import ServingSink
 from powertrain.tensors.views import block_view, narrowed
 from powertrain_vllm import head
 from powertrain_vllm.trace import checkpoint, running_manifest
 
 if TYPE_CHECKING:
+    from powertrain.interfaces.build import EngineSpec
     from powertrain.weights import Manifest
 
 USERS = ("vllm.model_executor.layers.linear", "vllm.model_executor.layers.vocab_parallel_embedding")
@@ -41,9 +43,9 @@ def before_load() -> None:
     if not current_platform.is_cpu():
         return
     with contextlib.suppress(ImportError):  # earlier versions have their experts elsewhere; `hold` refuses those
-        from powertrain_vllm import experts
+        from powertrain_vllm import cpu
 
-        experts.install()
+        cpu.install()
     from vllm.model_executor.layers import utils
 
     packing = utils.dispatch_cpu_unquantized_gemm
@@ -60,6 +62,15 @@ def before_load() -> None:
     for module in [utils, *(sys.modules[name] for name in USERS if name in sys.modules)]:
         if hasattr(module, packing.__name__):
             setattr(module, packing.__name__, plain)
+
+
+def unpacked(spec: EngineSpec) -> dict[str, Any]:
+    """Return engine arguments under which weights stay parameters, where vLLM would choose otherwise for speed.
+
+    On a CPU with AMX its latent attention (MLA) packs and empties `kv_b_proj`; the reference kernel leaves it.
+    """
+    latent = read_config(spec.model).get("kv_lora_rank") is not None
+    return {"attention_backend": "CPU_MLA"} if latent and spec.place.device == "cpu" else {}
 
 
 class VllmSink(ServingSink):

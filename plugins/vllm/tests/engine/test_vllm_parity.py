@@ -20,6 +20,7 @@ from powertrain.tensors.models import quietly
 from powertrain.testing.tensors.reference import replay
 from powertrain.weights import Update, WeightVersion
 from powertrain_vllm.engine import VllmEngine
+from powertrain_vllm.worker import derive
 
 SIZES = {
     "vocab_size": 97,
@@ -34,13 +35,16 @@ SIZES = {
 EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
 LATENT = {
     "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 16,
+    "kv_lora_rank": 512,  # with the next the only sizes that vLLM has a kernel for on a CPU
+    "qk_rope_head_dim": 64,
+    "head_dim": 64,
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
     "num_key_value_heads": 4,
 }
 ROUTED = {
+    "topk_method": "noaux_tc",  # vLLM reads it and the next, transformers takes both for granted
+    "scoring_func": "sigmoid",
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
@@ -68,6 +72,9 @@ def model(kind, seed, folder):
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.mul_(3.0) if parameter.dim() > 1 else None
+        for name, buffer in made.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.1)
     with quietly():
         made.save_pretrained(folder)
     return made, load_file(folder / "model.safetensors")
@@ -111,3 +118,21 @@ async def test_logprobs_are_those_of_the_model_after_each_of_20_updates(kind, tm
             assert {segment.version for one in answers for segment in one.segments} == {f"1.{counter}"}
     finally:
         await engine.close()
+
+
+def test_what_attention_derives_from_weights_is_made_anew_where_it_lay():
+    class Absorbing(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(2, 3), requires_grad=False)
+            self.process_weights_after_loading(torch.float32)
+
+        def process_weights_after_loading(self, act_dtype):
+            self.turned = self.weight.t().to(act_dtype).contiguous()
+
+    module = Absorbing()
+    address = module.turned.data_ptr()
+    module.weight.fill_(2.0)
+    derive(module)
+    assert torch.equal(module.turned, torch.full((3, 2), 2.0))
+    assert module.turned.data_ptr() == address

@@ -1,7 +1,8 @@
-"""Experts on a CPU that compute with their weights as they are; vLLM's own lay them out anew after loading.
+"""On a CPU: experts that compute with their weights as they are, and a rotation that is right.
 
 vLLM packs `w13_weight` and `w2_weight` for its grouped product and puts the packed ones in the parameters' place, so
-no box of a checkpoint's tensor is in them any more. These do the same sums with torch's products, expert by expert.
+no box of a checkpoint's tensor is in them any more. `PlainExperts` do the same sums with torch's products, expert by
+expert. Its kernel for interleaved rotary embeddings (DeepSeek's) rotates all heads but one wrongly (0.32.0, AVX512).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch.nn.functional import linear
 from vllm.model_executor.layers.fused_moe.activation import ApplyMoEActivationConfig, apply_moe_activation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.oracle import unquantized
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 
 class PlainExperts(CPUUnquantizedExperts):  # type: ignore[misc]
@@ -61,7 +63,7 @@ class PlainExperts(CPUUnquantizedExperts):  # type: ignore[misc]
 
 
 def install() -> None:
-    """Let vLLM take these on a CPU; for models that are built from now on."""
+    """Let vLLM take these; for models that are built from now on."""
     before = unquantized.backend_to_kernel_cls
     if getattr(before, "plain", False):
         return
@@ -71,3 +73,9 @@ def install() -> None:
 
     kernels.plain = True  # type: ignore[attr-defined]
     unquantized.backend_to_kernel_cls = kernels
+    fast = RotaryEmbedding.forward_cpu
+
+    def rotate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (fast if self.is_neox_style else type(self).forward_native)(self, *args, **kwargs)
+
+    RotaryEmbedding.forward_cpu = rotate
