@@ -105,6 +105,11 @@ class Shelf:
         if held.owned:
             shutil.rmtree(held.folder, ignore_errors=True)
 
+    def forget(self, name: str) -> None:
+        """As `take`, for one that may have gone already."""
+        if name in self._held:
+            self.take(name)
+
     def check_drop(self, name: str) -> None:
         """ConfigError for an unknown name, StateError while requests use it."""
         if name in self._gone:

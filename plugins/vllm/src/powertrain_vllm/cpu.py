@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import linear
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.fused_moe.activation import ApplyMoEActivationConfig, apply_moe_activation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.oracle import unquantized
@@ -79,3 +80,8 @@ def install() -> None:
         return (fast if self.is_neox_style else type(self).forward_native)(self, *args, **kwargs)
 
     RotaryEmbedding.forward_cpu = rotate
+
+
+def meet_over_gloo() -> None:
+    """Let ranks exchange tensors over torch's process group."""
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False

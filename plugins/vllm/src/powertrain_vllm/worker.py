@@ -31,8 +31,11 @@ USERS = ("vllm.model_executor.layers.linear", "vllm.model_executor.layers.vocab_
 """Modules that have taken vLLM's packing by name."""
 
 
-def before_load() -> None:
+def before_load(world: int = 1) -> None:
     """Let weights stay the parameters that vLLM computes with; called in every worker before its model is loaded.
+
+    world: ranks of the engine; several meet over gloo, whose waits end, and not in vLLM's shared memory, in which a
+    rank waits without end for one that is gone, and whose name all engines of a host would have in common.
 
     On a CPU vLLM copies the weights of linear layers into layouts of oneDNN's and others', and empties the parameters.
     A layer-wise reload makes these copies anew, but not that of a tied head, which goes on with the old weights and
@@ -46,6 +49,8 @@ def before_load() -> None:
         from powertrain_vllm import cpu
 
         cpu.install()
+        if world > 1:
+            cpu.meet_over_gloo()
     from vllm.model_executor.layers import utils
 
     packing = utils.dispatch_cpu_unquantized_gemm
@@ -125,6 +130,8 @@ class Seat:
     """
 
     def __init__(self, worker: Any, forget: Callable[[], None], *, fp32_head: bool, native_head: bool) -> None:
+        from vllm.distributed import get_pp_group
+
         from powertrain_vllm.sampler import KeyedSampler
 
         runner = worker.model_runner
@@ -132,11 +139,12 @@ class Seat:
         config = worker.vllm_config.model_config
         text = config.hf_text_config
         self.vocabulary = int(text.vocab_size)
-        if fp32_head and not native_head:
-            head.install(model)
-        if getattr(runner, "lora_config", None):  # else the head would look for adapters of a batch that never was
-            runner._set_active_loras((0,) * head.ROWS, (0,) * head.ROWS, set())
-        head.check(model, config.dtype, fp32=fp32_head)
+        if get_pp_group().is_last_rank:  # where the head is
+            if fp32_head and not native_head:
+                head.install(model)
+            if getattr(runner, "lora_config", None):  # else the head would look for adapters of a batch that never was
+                runner._set_active_loras((0,) * head.ROWS, (0,) * head.ROWS, set())
+            head.check(model, config.dtype, fp32=fp32_head)
         runner.sampler = KeyedSampler(runner, self.vocabulary)
         self._folder = Path(tempfile.mkdtemp(prefix="powertrain-vllm-"))
         parallel = worker.vllm_config.parallel_config
