@@ -14,7 +14,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from powertrain.errors import ConfigError, DeadlineError, StateError
+from powertrain.errors import ConfigError, DeadlineError, StateError, WorkerError
 from powertrain_vllm import ranks
 from powertrain_vllm.backend import HOTTEST, Call, name_here, name_there, other
 from powertrain_vllm.settings import engine_arguments
@@ -219,7 +219,7 @@ class InProcess:
 
     def _lost(self, fault: Exception) -> None:
         """Fail all calls, since another rank is gone; from any thread, for this engine's may wait in a collective."""
-        logger.error("%s", fault)
+        logger.log(logging.ERROR if isinstance(fault, WorkerError) else logging.INFO, "%s", fault)
         self._fault = fault
         for name in list(self._running):
             self._heard(name, (), fault)

@@ -146,16 +146,12 @@ class Leading(Alone):
             self._out.put(None)
             if self._sender.is_alive():
                 self._sender.join(LEAVE_SECONDS)
-            for connection, _ in self._peers.values():
-                connection.close()
 
     def _send_on(self) -> None:
         while (message := self._out.get()) is not None:
-            for connection, _ in self._peers.values():
-                try:
+            for connection, _ in list(self._peers.values()):
+                with contextlib.suppress(OSError):  # its own thread tells who is lost
                     connection.send_bytes(message)
-                except OSError:  # its own thread tells who is lost
-                    continue
 
     def _watch(self, rank: int) -> None:
         """Wait for a rank's end; it says nothing but why it breaks off, or that it leaves."""
@@ -163,6 +159,7 @@ class Leading(Alone):
         what = f"(process {pid}) ended"
         with contextlib.suppress(EOFError, OSError):
             what = str(msgpack.unpackb(connection.recv_bytes()))
+        del self._peers[rank]  # with its last user it is closed: nobody may read or write then
         if not self._leaving:
             self._lost(_gone(rank, what))
 
@@ -183,6 +180,7 @@ class Following(Alone):
         self._gates["open"].set()
         self._fault: Exception | None = None
         self._leaving = False
+        self._lead: Connection | None = None
 
     def meet(self) -> None:
         """Connect to rank 0; DeadlineError when it is not there."""
@@ -199,12 +197,14 @@ class Following(Alone):
         threading.Thread(target=self._read, args=(obey,), name="powertrain-vllm-follow", daemon=True).start()
 
     def _read(self, obey: Callable[[Sequence[Any]], None]) -> None:
-        while True:
+        lead = self._lead
+        while lead is not None:
             try:
-                kind, *args = msgpack.unpackb(self._lead.recv_bytes())
+                kind, *args = msgpack.unpackb(lead.recv_bytes())
             except (EOFError, OSError):
                 kind, args = "gone", ["ended"]
             if kind in {"gone", "end"}:
+                self._lead = None
                 if not self._leaving:
                     exc = _gone(0, args[0]) if args else StateError("rank 0 closed the engine")
                     self._lost(exc)
@@ -310,13 +310,12 @@ class Following(Alone):
         if not self._leaving:
             self._leaving = True
             self._say("was closed")
-            self._lead.close()
 
     def _say(self, what: str) -> None:
-        try:
-            self._lead.send_bytes(msgpack.packb(what))
-        except OSError:  # rank 0 is gone already
-            return
+        lead = self._lead
+        if lead is not None:
+            with contextlib.suppress(OSError):  # rank 0 is gone already
+                lead.send_bytes(msgpack.packb(what))
 
 
 def _accept(listener: Listener, arrived: queue.SimpleQueue[tuple[int, int, Connection]]) -> None:

@@ -139,6 +139,11 @@ class Seat:
         config = worker.vllm_config.model_config
         text = config.hf_text_config
         self.vocabulary = int(text.vocab_size)
+        if not get_pp_group().is_first_rank and getattr(runner, "intermediate_tensors", None) is None:
+            # what an earlier stage sends is put here; vLLM makes it when it warms up, which it does not on a CPU
+            runner.intermediate_tensors = model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=config.dtype, device=runner.device
+            )
         if get_pp_group().is_last_rank:  # where the head is
             if fp32_head and not native_head:
                 head.install(model)
