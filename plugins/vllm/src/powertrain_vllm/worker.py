@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,7 +157,9 @@ class Seat:
         world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         shapes = checkpoint(config.model)
         tied = {"lm_head.weight": "model.embed_tokens.weight"} if text.tie_word_embeddings else {}
-        manifest, tensors = running_manifest(model, shapes, tied, rank=worker.rank, world=world)
+        manifest, tensors = running_manifest(
+            model, shapes, tied, rank=worker.rank, world=world, together=partial(_gathered, world)
+        )
         if str(worker.vllm_config.load_config.load_format) != "dummy":
             hold(config.model, manifest, tensors)
         self.sink = VllmSink(model, manifest, tensors, self._folder, forget)
@@ -164,6 +167,16 @@ class Seat:
     def close(self) -> None:
         """Remove what was written."""
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _gathered(world: int, own: Mapping[str, str]) -> list[Mapping[str, str]]:
+    """Return what every rank of the engine gave, in rank order; all call it together."""
+    found: list[Any] = [own] * world
+    if world > 1:
+        from vllm.distributed import get_world_group
+
+        torch.distributed.all_gather_object(found, dict(own), group=get_world_group().cpu_group)
+    return found
 
 
 def derive(model: Any) -> None:
