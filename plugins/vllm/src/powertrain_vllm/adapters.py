@@ -70,7 +70,7 @@ class Shelf:
         raise ConfigError(message)
 
     def use(self, name: str, by: int) -> None:
-        """Count the rows that use an adapter up (1) or down (-1)."""
+        """Count the requests that use an adapter up (1) or down (-1)."""
         self._users[name] += by
 
     def check_new(self, name: str) -> None:
@@ -117,7 +117,7 @@ class Shelf:
             raise ConfigError(message)
         self.find(name)
         if self._users[name]:
-            message = f"adapter {name!r} is in use by {self._users[name]} rows in flight; abort them or wait"
+            message = f"adapter {name!r} is in use by {self._users[name]} requests in flight; abort them or wait"
             raise StateError(message)
 
     def clear(self) -> None:

@@ -56,6 +56,7 @@ ROUTED = {
 MAKERS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False)),
     "llama-tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
+    "llama-one-key-head": lambda: LlamaForCausalLM(LlamaConfig(**SIZES | {"num_key_value_heads": 1})),
     "qwen3-tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)),
     "qwen3-moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, tie_word_embeddings=False)),
     "qwen3-moe-tied": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **EXPERTS, tie_word_embeddings=True)),
