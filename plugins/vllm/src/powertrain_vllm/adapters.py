@@ -75,7 +75,7 @@ class Shelf:
         raise ConfigError(message)
 
     def use(self, name: str, by: int) -> None:
-        """Count the rows that use an adapter up (1) or down (-1)."""
+        """Count the requests that use an adapter up (1) or down (-1)."""
         self._users[name] += by
 
     def check_new(self, name: str) -> None:
@@ -113,6 +113,11 @@ class Shelf:
         if held.owned:
             shutil.rmtree(held.folder, ignore_errors=True)
 
+    def forget(self, name: str) -> None:
+        """As `take`, for one that may have gone already."""
+        if name in self._held:
+            self.take(name)
+
     def check_drop(self, name: str) -> None:
         """ConfigError for an unknown name, StateError while requests use it."""
         if name in self._gone:
@@ -120,7 +125,7 @@ class Shelf:
             raise ConfigError(message)
         self.find(name)
         if self._users[name]:
-            message = f"adapter {name!r} is in use by {self._users[name]} rows in flight; abort them or wait"
+            message = f"adapter {name!r} is in use by {self._users[name]} requests in flight; abort them or wait"
             raise StateError(message)
 
     def clear(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from powertrain.errors import ConfigError, StateError
@@ -15,6 +16,7 @@ from powertrain.tensors.early import set_early
 from powertrain.tensors.rows import Row, check_prompt
 from powertrain_vllm.adapters import Held, Shelf, check_folder, check_targets, modules_of
 from powertrain_vllm.backend import PREFIX, Call, Drawn, Form
+from powertrain_vllm.ranks import ALONE
 
 if TYPE_CHECKING:
     from powertrain.interfaces.build import EngineSpec
@@ -53,6 +55,7 @@ class VllmEngine(InferEngine):
         self._open = self._built = False
         self._idle = asyncio.Event()
         self._shelf = Shelf(1, "refuse")
+        self._ranks = ALONE
 
     def prepare(self, env: Mapping[str, str]) -> None:
         """Set the variables that differ; those that vLLM has read already are warned about."""
@@ -71,8 +74,10 @@ class VllmEngine(InferEngine):
         from powertrain_vllm.inprocess import InProcess
 
         self._form = InProcess()
+        self._form.gone = self._shelf.forget
         self._built = True
         await self._form.start(spec, self._options, self._heard)
+        self._ranks = getattr(self._form, "ranks", ALONE)
         self._sink: Any = self._form.sink()
         self._sink.attach(lambda: self.state == "paused", self._arrived, self._withdrawn)
         self._modules = modules_of(self._sink)
@@ -86,7 +91,12 @@ class VllmEngine(InferEngine):
         return (await self.generate_batch([request]))[0]
 
     async def generate_batch(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
-        """Answer several requests that go to vLLM together."""
+        """Answer several requests that go to vLLM together. Ranks above 0 answer without completions."""
+        ids = [request.request_id for request in requests]
+        found = await self._ranks.call("generate", "\n".join(ids), partial(self._generate, requests))
+        return found or [GenerateResult(request_id=name, completions=()) for name in ids]
+
+    async def _generate(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         ids = [request.request_id for request in requests]
         twice = next((name for i, name in enumerate(ids) if name in self._items or name in ids[:i]), None)
         if twice is not None:
@@ -223,6 +233,11 @@ class VllmEngine(InferEngine):
         if mode not in PAUSE_MODES:
             message = f"pause mode is {mode!r}; it is one of {', '.join(PAUSE_MODES)}"
             raise ConfigError(message)
+        if self._ranks.follows:
+            await self._ranks.closed()
+            if self.state == "asleep":
+                await self._form.wake()
+            return
         was, arrived = self.state, list(self._waiting)
         self._open = False
         try:
@@ -238,6 +253,7 @@ class VllmEngine(InferEngine):
                 self._waiting = [*(item for item in running if item.request.request_id in self._items), *self._waiting]
             if was == "asleep":
                 await self._form.wake()
+            self._ranks.send("closed")
         except BaseException:
             if was == "ready":
                 self._go_on()
@@ -246,6 +262,7 @@ class VllmEngine(InferEngine):
     def _go_on(self) -> None:
         """Hand over what was held or frozen, in the order in which it came."""
         self._open = True
+        self._ranks.send("open")
         waiting = {id(item): item for item in self._waiting}
         self._waiting = []
         self._submit(item for item in waiting.values() if item.request.request_id in self._items and not item.calls)
@@ -253,7 +270,10 @@ class VllmEngine(InferEngine):
     async def resume(self, version: str | None = None) -> None:
         """Publish the finished update's version, or go on with the present one; UnfitError while unfit."""
         await asyncio.to_thread(self._sink.publish, version)
-        self._go_on()
+        if self._ranks.follows:
+            await self._ranks.opened()
+        else:
+            self._go_on()
 
     def weights(self) -> WeightSink:
         """Return the engine's sink, the same object each time."""
@@ -264,28 +284,40 @@ class VllmEngine(InferEngine):
     async def load_adapter(self, name: str, folder: str) -> None:
         """Register a PEFT adapter from a folder; a request in flight under an older name goes on with its own."""
         check_folder(name, folder, self._modules)
-        await asyncio.to_thread(self._register, name, folder, False)
+        register = partial(asyncio.to_thread, self._register, name, folder, False)
+        await self._ranks.call("load", name, register)
+        if self._ranks.follows:
+            await register()
 
     async def unload_adapter(self, name: str) -> None:
         """Drop an adapter; StateError while a request in flight uses it."""
-        with self._shelf.lock:
-            self._shelf.check_drop(name)
-            self._shelf.take(name)
-        await asyncio.to_thread(self._form.unload, name)
+
+        async def unload() -> None:
+            with self._shelf.lock:
+                self._shelf.check_drop(name)
+                self._shelf.take(name)
+            await asyncio.to_thread(self._form.unload, name)
+
+        await self._ranks.call("unload", name, unload)
 
     def _arrived(self, name: str, folder: str) -> None:
         check_folder(name, folder, self._modules)
         self._register(name, folder, True)
 
     def _register(self, name: str, folder: str, owned: bool) -> None:
-        """Load an adapter and then drop what is too many, so that one that cannot be loaded costs no other."""
+        """Load an adapter and then drop what is too many, so that one that cannot be loaded costs no other.
+
+        Ranks above 0 drop what rank 0 has dropped.
+        """
+        leads = not self._ranks.follows
         with self._shelf.lock:
             self._shelf.check_new(name)
-            self._shelf.check_room()
+            if leads:
+                self._shelf.check_room()
         self._form.load(name, folder)
         with self._shelf.lock:
             self._shelf.put(Held(name, folder, owned))
-            dropped = self._shelf.surplus()
+            dropped = self._shelf.surplus() if leads else []
             for old in dropped:
                 self._shelf.take(old)
         for old in dropped:
@@ -299,6 +331,11 @@ class VllmEngine(InferEngine):
     # ---- memory and end
     async def release_memory(self) -> None:
         """Give the memory of weights and caches back. StateError while requests are running."""
+        await self._ranks.call("release", "", self._release)
+        if self._ranks.follows:
+            await self._form.sleep()
+
+    async def _release(self) -> None:
         if self.state == "ready" and self._items:
             message = "memory cannot be released while requests run; pause the engine first"
             raise StateError(message)

@@ -26,6 +26,8 @@ def environment(options: Mapping[str, Any], spec: EngineSpec) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "OMP_WAIT_POLICY": "PASSIVE",
     }
+    if spec.place.rendezvous:  # what sets are gone through in must not differ between ranks
+        found["PYTHONHASHSEED"] = "0"
     if spec.place.device == "cpu":
         same = {"MKL_CBWR": "AVX2,STRICT"} if spec.deterministic else {}
         return {**found, "VLLM_TARGET_DEVICE": "cpu", "VLLM_CPU_KVCACHE_SPACE": "1", **same}

@@ -11,16 +11,18 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from powertrain.errors import ConfigError, DeadlineError, StateError
-from powertrain_vllm.backend import HOTTEST, name_here, name_there, other
+from powertrain.errors import ConfigError, DeadlineError, StateError, WorkerError
+from powertrain_vllm import ranks
+from powertrain_vllm.backend import HOTTEST, Call, name_here, name_there, other
 from powertrain_vllm.settings import engine_arguments, in_a_line, typed
 from powertrain_vllm.versions import generation, imported
 
 if TYPE_CHECKING:
     from powertrain.interfaces.build import EngineSpec
-    from powertrain_vllm.backend import Call, Heard
+    from powertrain_vllm.backend import Heard
     from powertrain_vllm.worker import VllmSink
 
 logger = logging.getLogger(__name__)
@@ -32,30 +34,39 @@ MULTIPROCESSING = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 
 class InProcess:
-    """One vLLM engine of one rank. See `Form`."""
+    """One rank's vLLM engine. See `Form`.
+
+    ranks: this rank among those of its engine. gone: called with an adapter that rank 0 has dropped.
+    """
 
     max_model_len: int
     vocabulary: int
+    ranks: ranks.Alone = ranks.ALONE
+    gone: Callable[[str], None]
 
     def __init__(self) -> None:
         self._engine: Any = None
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._running: dict[str, str] = {}
         self._fault: Exception | None = None
-        self._closing = self._used = False
+        self._closing = False
+        self._salt = self._cached = 0
         self._thread: threading.Thread | None = None
         self._numbers: dict[str, Any] = {}
         self._count = 0
 
     async def start(self, spec: EngineSpec, options: Mapping[str, Any], heard: Heard) -> None:
-        """Load the model here and start the thread. ConfigError for more than one rank."""
-        if spec.place.world != 1:
-            message = f"vLLM runs in this process with one rank, and this engine has {spec.place.world}; use d for more"
-            raise ConfigError(message)
+        """Load the model here, meet the other ranks, and start the thread."""
         self._heard = heard
+        if spec.place.world > 1:
+            os.environ.update(ranks.variables(spec.place))
+            kind = ranks.Following if spec.place.rank else ranks.Leading
+            self.ranks = kind(spec.place, spec.timeout, self._lost)
         await asyncio.to_thread(self._build, spec, options)
         self._thread = threading.Thread(target=self._run, name="powertrain-vllm", daemon=True)
         self._thread.start()
+        if isinstance(self.ranks, ranks.Following):
+            self.ranks.listen(lambda message: self._post(lambda: self._obey(*message)) and None)
 
     def _build(self, spec: EngineSpec, options: Mapping[str, Any]) -> None:
         vllm = imported()
@@ -65,11 +76,12 @@ class InProcess:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         from powertrain_vllm.hooks import OPTIONS
-        from powertrain_vllm.worker import Seat, before_load
+        from powertrain_vllm.worker import Seat, before_load, unpacked
 
-        before_load()
-        ranks = next((option.choices for option in OPTIONS if option.name == "max_lora_rank"), ())
-        arguments = typed(engine_arguments(spec, options, native_head=about.head_dtype, ranks=ranks))
+        before_load(spec.place.world)
+        room = next((option.choices for option in OPTIONS if option.name == "max_lora_rank"), ())
+        arguments = typed(engine_arguments(spec, options, native_head=about.head_dtype, ranks=room))
+        arguments = unpacked(spec) | arguments | ranks.arguments(spec)
         try:
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
         except (TypeError, ValueError) as exc:
@@ -81,6 +93,8 @@ class InProcess:
         self.vocabulary = self._seat.vocabulary
         self.max_model_len = int(self._engine.model_config.max_model_len)
         self._lora = bool(arguments.get("enable_lora"))
+        if isinstance(self.ranks, ranks.Leading | ranks.Following):
+            self.ranks.meet()
 
     # ---- rows
     def submit(self, calls: Sequence[Call]) -> None:
@@ -95,6 +109,7 @@ class InProcess:
         running = [self._running.pop(name) for name in names if name in self._running]
         if running:
             self._engine.abort_request(running)
+            self.ranks.send("drop", running)
 
     def _post(self, work: Callable[[], Any]) -> Future[Any]:
         """Let the thread do something between two steps, in the order of these calls."""
@@ -131,6 +146,7 @@ class InProcess:
             self._serve_queue(block=not self._running)
             if not self._running or self._closing:
                 continue
+            self.ranks.send("step")
             try:
                 outputs = self._engine.step()
             except Exception as exc:  # noqa: BLE001 - every call gets it
@@ -147,18 +163,40 @@ class InProcess:
             self._heard(call.name, (), self._fault or StateError("the engine is closed"))
             return
         try:
-            self._engine.add_request(
-                name_there(call),
-                {"prompt_token_ids": list(call.tokens)},
-                sampling(call),
-                lora_request=self._numbers[call.adapter] if call.adapter is not None else None,
-            )
+            self._enter(call)
         except Exception as exc:  # noqa: BLE001 - the call gets it, and no other is lost
             message = f"vLLM refuses a request of {len(call.tokens)} tokens: {type(exc).__name__}: {exc}"
             self._heard(call.name, (), ConfigError(message))
             return
-        self._used = True
         self._running[call.name] = name_there(call)
+        self.ranks.send("add", asdict(call))
+
+    def _enter(self, call: Call) -> None:
+        self._engine.add_request(
+            name_there(call),
+            {"prompt_token_ids": list(call.tokens), "cache_salt": str(self._salt)},
+            sampling(call),
+            lora_request=self._numbers[call.adapter] if call.adapter is not None else None,
+        )
+
+    def _obey(self, kind: str, *args: Any) -> None:
+        """Do on a rank above 0 what rank 0 does; its outputs are the same and are told by rank 0."""
+        if kind in {"open", "closed"} and isinstance(self.ranks, ranks.Following):
+            self.ranks.reached(kind)
+        if self._fault is not None or self._closing:
+            return
+        try:
+            if kind == "step":
+                self._engine.step()
+            elif kind == "add":
+                self._enter(Call(**args[0]))
+            elif kind == "drop":
+                self._engine.abort_request(args[0])
+            elif kind == "unload":
+                self._remove(args[0])
+                self.gone(args[0])
+        except Exception as exc:  # noqa: BLE001 - rank 0 hears of it
+            self._broken(exc)
 
     def _tell(self, output: Any) -> None:
         name = name_here(output.request_id)
@@ -166,6 +204,7 @@ class InProcess:
             return
         if output.finished:
             del self._running[name]
+            self._cached += output.num_cached_tokens or 0
         found = output.outputs[0]
         drawn = []
         for token, told in zip(found.token_ids, found.logprobs or (), strict=True):
@@ -176,8 +215,16 @@ class InProcess:
     def _broken(self, exc: Exception) -> None:
         logger.exception("vLLM's step failed")
         message = f"vLLM broke off in a step and answers no more: {type(exc).__name__}: {exc}"
-        self._fault = StateError(message)
+        self._fault = self._fault or StateError(message)
+        self.ranks.broke(message)
         self._fail(self._fault)
+
+    def _lost(self, fault: Exception) -> None:
+        """Fail all calls, since another rank is gone; from any thread, for this engine's may wait in a collective."""
+        logger.log(logging.ERROR if isinstance(fault, WorkerError) else logging.INFO, "%s", fault)
+        self._fault = fault
+        for name in list(self._running):
+            self._heard(name, (), fault)
 
     def _fail(self, fault: Exception) -> None:
         running, self._running = self._running, {}
@@ -190,15 +237,12 @@ class InProcess:
         return self._seat.sink
 
     def _forget(self) -> None:
-        """Drop the prefix caches, which takes vLLM longer the more memory it has; nothing where nothing ran since."""
-        if self._used and not self._do(self._reset):
-            message = "vLLM did not give its prefix cache up; a request is running that should not be"
-            raise StateError(message)
+        """Let no request find what was computed before now; called by the sink while nothing runs.
 
-    def _reset(self) -> bool:
-        done = bool(self._engine.reset_prefix_cache())
-        self._used = not done
-        return done
+        Every request carries the number of these calls as the salt of its prefixes' hashes. vLLM's own way looks at
+        each block of the cache, which takes up to tens of milliseconds, and does nothing while a block is in use.
+        """
+        self._salt += 1
 
     def load(self, name: str, folder: str) -> None:
         """Load an adapter, so that what is wrong with it shows now."""
@@ -223,9 +267,13 @@ class InProcess:
 
     def unload(self, name: str) -> None:
         """Forget an adapter."""
+        self._do(lambda: self._remove(name))
+
+    def _remove(self, name: str) -> None:
         request = self._numbers.pop(name, None)
         if request is not None:
-            self._do(lambda: self._engine.remove_lora(request.lora_int_id))
+            self.ranks.send("unload", name)
+            self._engine.remove_lora(request.lora_int_id)
 
     async def sleep(self) -> None:
         """Move the weights to the host and give up the KV cache; on a CPU only the caches are forgotten."""
@@ -249,6 +297,7 @@ class InProcess:
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
+        self.ranks.close()
         if self._thread is not None:
             self._post(self._end)
             self._thread.join(CLOSE_SECONDS)
@@ -271,8 +320,12 @@ class InProcess:
         self._fail(StateError("the engine was closed"))
 
     def health(self) -> Mapping[str, Any]:
-        """Return how many rows are running, and what broke."""
-        return {"rows": len(self._running), **({"fault": str(self._fault)} if self._fault else {})}
+        """Return how many rows are running, how many prompt tokens prefix caches spared so far, and what broke."""
+        return {
+            "rows": len(self._running),
+            "cached_tokens": self._cached,
+            **({"fault": str(self._fault)} if self._fault else {}),
+        }
 
 
 def _shut_down(engine: Any, *, last: bool) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from powertrain.errors import ConfigError, Violations
 from powertrain.options import shown
+from powertrain_vllm.configs import overrides
 
 if TYPE_CHECKING:
     from powertrain.interfaces.build import EngineSpec
@@ -126,7 +127,7 @@ def engine_arguments(
         "tensor_parallel_size": spec.axes.get("t", 1),
         "pipeline_parallel_size": spec.axes.get("p", 1),
         "enable_expert_parallel": spec.axes.get("e", 1) > 1,
-        "hf_overrides": {**given.get("hf_overrides", {}), **head},
+        "hf_overrides": {**overrides(spec.model), **given.get("hf_overrides", {}), **head},
     }
     return {**suits, **given, **fixed}
 

@@ -7,7 +7,7 @@ replicated and expert layouts need no table here, of whatever model this version
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -90,12 +90,21 @@ def trace(model: Any, shapes: Shapes) -> dict[str, list[tuple[torch.Tensor, torc
 
 
 def running_manifest(
-    model: Any, shapes: Shapes, tied: Mapping[str, str], *, rank: int, world: int
+    model: Any,
+    shapes: Shapes,
+    tied: Mapping[str, str],
+    *,
+    rank: int,
+    world: int,
+    together: Callable[[Mapping[str, str]], list[Mapping[str, str]]] = lambda own: [own],
 ) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    """Return this rank's manifest and its storages. ConfigError names a tensor whose way no box describes."""
+    """Return this rank's manifest and its storages. ConfigError names a tensor whose way no box describes.
+
+    together: gathers from all ranks name -> dtype of what each holds something of; each lists the others' too.
+    """
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     places = {tensor.untyped_storage().data_ptr(): name for name, tensor in reversed(held.items()) if tensor.numel()}
-    entries, used = [], {}
+    found, used = {}, {}
     for name, blocks in trace(model, shapes).items():
         shape = shapes[name][0]
         boxes = []
@@ -107,11 +116,18 @@ def running_manifest(
             used[storage] = held[storage].data
             boxes.append(_box(name, shape, source, target, storage, held[storage].storage_offset()))
         if boxes:
-            dtype = dtype_name(held[boxes[0].storage].dtype)
-            accepts = tuple(other for other in FLOATS if other != dtype) if dtype in FLOATS else ()
-            entries.append(Entry(name, dtype, shape, tuple(dict.fromkeys(boxes)), accepts))
-    names = {entry.name for entry in entries}
-    known = {alias: name for alias, name in tied.items() if name in names and alias not in names}
+            found[name] = dtype_name(held[boxes[0].storage].dtype), tuple(dict.fromkeys(boxes))
+    dtypes = {
+        name: dtype
+        for own in together({name: dtype for name, (dtype, _) in found.items()})
+        for name, dtype in own.items()
+    }
+    entries = []
+    for name in (name for name in shapes if name in dtypes):
+        dtype, boxes = found.get(name, (dtypes[name], ()))
+        accepts = tuple(other for other in FLOATS if other != dtype) if dtype in FLOATS else ()
+        entries.append(Entry(name, dtype, shapes[name][0], boxes, accepts))
+    known = {alias: name for alias, name in tied.items() if name in dtypes and alias not in dtypes}
     return Manifest(rank, world, tuple(entries), known), used
 
 

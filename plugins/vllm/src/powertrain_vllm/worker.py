@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,29 +18,41 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from powertrain.errors import ConfigError
+from powertrain.tensors.checkpoint import read_config
 from powertrain.tensors.serving import ServingSink
 from powertrain.tensors.views import block_view, narrowed
 from powertrain_vllm import base_rows, head
+from powertrain_vllm.configs import check_rope
 from powertrain_vllm.trace import checkpoint, running_manifest
 
 if TYPE_CHECKING:
+    from powertrain.interfaces.build import EngineSpec
     from powertrain.weights import Manifest
 
 USERS = ("vllm.model_executor.layers.linear", "vllm.model_executor.layers.vocab_parallel_embedding")
 """Modules that have taken vLLM's packing by name."""
 
 
-def before_load() -> None:
+def before_load(world: int = 1) -> None:
     """Let weights stay the parameters that vLLM computes with; called in every worker before its model is loaded.
+
+    world: ranks of the engine; several meet over gloo, whose waits end, and not in vLLM's shared memory, in which a
+    rank waits without end for one that is gone, and whose name all engines of a host would have in common.
 
     On a CPU vLLM copies the weights of linear layers into layouts of oneDNN's and others', and empties the parameters.
     A layer-wise reload makes these copies anew, but not that of a tied head, which goes on with the old weights and
-    says nothing. Without the copies an update is written in place, and a tied head follows it.
+    says nothing. Without the copies an update is written in place, and a tied head follows it. So it is with experts.
     """
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return
+    with contextlib.suppress(ImportError):  # earlier versions have their experts elsewhere; `hold` refuses those
+        from powertrain_vllm import cpu
+
+        cpu.install()
+        if world > 1:
+            cpu.meet_over_gloo()
     from vllm.model_executor.layers import utils
 
     base_rows.mend()
@@ -56,6 +70,15 @@ def before_load() -> None:
     for module in [utils, *(sys.modules[name] for name in USERS if name in sys.modules)]:
         if hasattr(module, packing.__name__):
             setattr(module, packing.__name__, plain)
+
+
+def unpacked(spec: EngineSpec) -> dict[str, Any]:
+    """Return engine arguments under which weights stay parameters, where vLLM would choose otherwise for speed.
+
+    On a CPU with AMX its latent attention (MLA) packs and empties `kv_b_proj`; the reference kernel leaves it.
+    """
+    latent = read_config(spec.model).get("kv_lora_rank") is not None
+    return {"attention_backend": "CPU_MLA"} if latent and spec.place.device == "cpu" else {}
 
 
 class VllmSink(ServingSink):
@@ -110,25 +133,36 @@ class Seat:
     """
 
     def __init__(self, worker: Any, forget: Callable[[], None], *, fp32_head: bool, native_head: bool) -> None:
+        from vllm.distributed import get_pp_group
+
         from powertrain_vllm.sampler import KeyedSampler
 
         runner = worker.model_runner
         model = runner.get_model()
+        check_rope(worker.vllm_config.model_config.model, model.modules())
         config = worker.vllm_config.model_config
         text = config.hf_text_config
         self.vocabulary = int(text.vocab_size)
-        if fp32_head and not native_head:
-            head.install(model)
-        if getattr(runner, "lora_config", None):  # else the head would look for adapters of a batch that never was
-            runner._set_active_loras((0,) * head.ROWS, (0,) * head.ROWS, set())
-        head.check(model, config.dtype, fp32=fp32_head)
+        if not get_pp_group().is_first_rank and getattr(runner, "intermediate_tensors", None) is None:
+            # what an earlier stage sends is put here; vLLM makes it when it warms up, which it does not on a CPU
+            runner.intermediate_tensors = model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=config.dtype, device=runner.device
+            )
+        if get_pp_group().is_last_rank:  # where the head is
+            if fp32_head and not native_head:
+                head.install(model)
+            if getattr(runner, "lora_config", None):  # else the head would look for adapters of a batch that never was
+                runner._set_active_loras((0,) * head.ROWS, (0,) * head.ROWS, set())
+            head.check(model, config.dtype, fp32=fp32_head)
         runner.sampler = KeyedSampler(runner, self.vocabulary)
         self._folder = Path(tempfile.mkdtemp(prefix="powertrain-vllm-"))
         parallel = worker.vllm_config.parallel_config
         world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         shapes = checkpoint(config.model)
         tied = {"lm_head.weight": "model.embed_tokens.weight"} if text.tie_word_embeddings else {}
-        manifest, tensors = running_manifest(model, shapes, tied, rank=worker.rank, world=world)
+        manifest, tensors = running_manifest(
+            model, shapes, tied, rank=worker.rank, world=world, together=partial(_gathered, world)
+        )
         if str(worker.vllm_config.load_config.load_format) != "dummy":
             hold(config.model, manifest, tensors)
         self.sink = VllmSink(model, manifest, tensors, self._folder, forget)
@@ -138,15 +172,36 @@ class Seat:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+def _gathered(world: int, own: Mapping[str, str]) -> list[Mapping[str, str]]:
+    """Return what every rank of the engine gave, in rank order; all call it together."""
+    found: list[Any] = [own] * world
+    if world > 1:
+        from vllm.distributed import get_world_group
+
+        torch.distributed.all_gather_object(found, dict(own), group=get_world_group().cpu_group)
+    return found
+
+
 def deriving(model: Any) -> list[Any]:
     """Return the attention layers that derive tensors from weights after loading (MLA's absorbed projections).
 
-    What layers of other kinds do once with weights in a checkpoint's layout is not for these.
+    What layers of other kinds do once with weights in a checkpoint's layout is not for these, and layers without
+    weights derive nothing. ConfigError for copies that only a load makes.
     """
     after = "process_weights_after_loading"
     kinds = {type(module) for module in model.modules() if hasattr(module, after)}
     wanted = tuple(kind for kind in kinds if "act_dtype" in inspect.signature(getattr(kind, after)).parameters)
-    return [module for module in model.modules() if isinstance(module, wanted)]
+    found = [module for module in model.modules() if isinstance(module, wanted)]
+    held = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    for module in found:
+        sinks = getattr(getattr(module, "impl", None), "sinks", None)
+        if sinks is not None and sinks.untyped_storage().data_ptr() not in held:
+            message = (
+                f"{type(module.impl).__name__} keeps a copy of the attention sinks, which no update would reach; take "
+                "another attention_backend"
+            )
+            raise ConfigError(message)
+    return [module for module in found if any(True for _ in module.parameters())]
 
 
 def derive(modules: Iterable[Any]) -> None:

@@ -103,7 +103,7 @@ def test_packed_weights_are_found_when_the_engine_is_built(monkeypatch):
     for module in [utils, *(sys.modules[name] for name in worker.USERS)]:
         if hasattr(module, packing.__name__):
             monkeypatch.setattr(module, packing.__name__, packing)
-    monkeypatch.setattr(worker, "before_load", lambda: None)
+    monkeypatch.setattr(worker, "before_load", lambda world: None)
     with pytest.raises(ConfigError, match=r"loaders do not take its checkpoint a second time .*torch.Size\(\[0\]\)"):
         opened(OLD, options={"max_model_len": 64})
 
