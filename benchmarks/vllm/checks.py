@@ -147,7 +147,7 @@ async def batch(*, deterministic: bool, tiny: bool, **options: Any) -> dict[str,
     """Answer 100 requests at once and one after another, and compare."""
     import numpy as np
 
-    world = World("dense", tiny=tiny, max_num_seqs=128, **options)
+    world = World("dense", tiny=tiny, layers=6, max_num_seqs=128, **options)
     engine = await world.start(deterministic=deterministic)
     count, most = (12, 8) if tiny else (100, 32)
     together = await engine.generate_batch(world.requests(count, most, "r"))
@@ -170,7 +170,7 @@ async def memory(*, tiny: bool) -> dict[str, Any]:
     """Let the engine sleep, and wake it by an update."""
     import torch
 
-    world = World("dense", tiny=tiny, enforce_eager=tiny)
+    world = World("dense", tiny=tiny, layers=6, enforce_eager=tiny)
     engine = await world.start()
 
     def free() -> int:
