@@ -193,7 +193,7 @@ def test_shipped_list_is_the_same_whatever_is_installed(fake):
     told = {option.name for option in OPTIONS.shipped}
     assert told.isdisjoint({"warp_speed", *REFUSED})
     assert told >= {"block_size", "max_model_len"}
-    assert json.loads(arguments.SHIPPED.read_text())["version"] == "0.32.0"
+    assert json.loads(arguments.SHIPPED.read_text())["versions"] == ["0.32.0", "0.23.0"]
 
 
 def test_source_that_is_not_understood_leaves_the_shipped_list_and_says_so(fake, caplog):

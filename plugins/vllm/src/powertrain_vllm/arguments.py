@@ -22,7 +22,7 @@ from powertrain.options import OptionSpec
 
 logger = logging.getLogger(__name__)
 SHIPPED: Final = Path(__file__).with_name("arguments.json")
-"""Made by `scripts/vllm_arguments.py` from the newest version that was tested."""
+"""Made by `scripts/vllm_arguments.py` from the versions that were tested, the newest first."""
 Kinds = Mapping[str, tuple[str, tuple[Any, ...]]]
 """Argument -> its type as an option, and its choices if there are few that may be told."""
 _PLAIN: Final = {"bool": "bool", "int": "int", "float": "float", "str": "str", "dict": "mapping"}
@@ -74,7 +74,7 @@ class Arguments(Sequence[OptionSpec]):
 
 @cache
 def shipped() -> Kinds:
-    """Return the arguments of the newest tested version."""
+    """Return the arguments of the newest tested version, and those that only earlier ones have."""
     found = json.loads(SHIPPED.read_text(encoding="utf-8"))["arguments"]
     return {name: (kind, tuple(choices[0]) if choices else ()) for name, (kind, *choices) in found.items()}
 
