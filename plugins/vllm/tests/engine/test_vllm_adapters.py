@@ -1,14 +1,16 @@
 """LoRA on the real vLLM: each request answers with its own adapter's weights or gets an error, never the base alone."""
 
+import re
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parent))
-from flying import CLOSE, LONG, answer, ask, drawn, gap, opened, send, start, weights, with_adapter
+from flying import CLOSE, LONG, SECONDS, answer, ask, drawn, gap, opened, send, start, weights, with_adapter
 
 from powertrain.errors import ConfigError, PowertrainError, StateError
 from powertrain.interfaces.build import LoraSpec
@@ -173,6 +175,45 @@ def test_refresh_is_refused_while_requests_use_all_places(engine, names):
     for (request, folder), future in zip(flights, futures, strict=True):
         assert gap(with_adapter(BASE, folder), request, answer(engine, future)[0]) < CLOSE
     names(4)
+
+
+def test_requests_and_refreshes_at_once(engine, counters):
+    """Loads drop adapters on one thread while requests pick them on another: an answer is right, or an error."""
+    folders = {seed: save_adapter(adapter(seed, BASE)) for seed in range(3)}
+    models = {seed: with_adapter(BASE, folder) for seed, folder in folders.items()}
+    asked, seeds, loads = [], {}, []
+    for turn in range(24):
+        name, seed = f"policy-v1.{next(counters)}", turn % 3
+        loads.append(engine.start("load_adapter", name, folders[seed]))
+        seeds[name] = seed
+        for recent in list(seeds)[-5:]:
+            request = ask(PROMPT, adapter=recent, max_tokens=4)
+            asked.append((request, engine.start("generate", request)))
+        time.sleep(0.005)
+    ended = [(request, future.exception(SECONDS), future) for request, future in asked]
+    told = r"(no )?adapter '(policy-v1\.\d+)' (was dropped|is loaded)"
+    assert [str(fault) for _, fault, _ in ended if fault and not re.match(told, str(fault))] == []
+    right = [(request, answer(engine, future)[0]) for request, fault, future in ended if fault is None]
+    assert max(gap(models[seeds[request.adapter]], request, completion) for request, completion in right) < CLOSE
+    assert len(right) > 10
+    for load in loads:
+        assert load.exception() is None or "all 3 places are used" in str(load.exception())
+    assert len(engine.health()["adapters"]) <= 3
+    assert held_by_vllm(engine) == numbers(engine)
+    clear(engine)
+
+
+def test_loads_at_once_push_nothing_out_of_vllm(engine, names, counters):
+    busy, folder = names(1)
+    request = ask(PROMPT, adapter=busy, max_tokens=LONG)
+    future = start(engine, request)
+    others = [save_adapter(adapter(seed, BASE)) for seed in range(8)]
+    loads = [engine.start("load_adapter", f"policy-v1.{next(counters)}", other) for other in others]
+    assert [load.exception(SECONDS) for load in loads] == [None] * 8
+    assert held_by_vllm(engine) == numbers(engine)
+    assert engine.health()["adapters"][0] == busy
+    assert len(engine.health()["adapters"]) == 3
+    assert gap(with_adapter(BASE, folder), request, answer(engine, future)[0]) < CLOSE
 
 
 def test_used_adapter_cannot_be_unloaded(engine, names):
