@@ -139,6 +139,11 @@ def test_types_are_those_of_the_installed_versions_own_class(fake):
     }
 
 
+def test_options_are_made_once(fake):
+    assert list(OPTIONS) == [OPTIONS[i] for i in range(len(OPTIONS))]
+    assert all(one is other for one, other in zip(OPTIONS, OPTIONS, strict=True))
+
+
 def test_described_arguments_stand_first_and_only_those_that_the_version_has(fake):
     listed = [option.name for option in OPTIONS if option.listed]
     assert listed == ["max_adapters", "stale_adapter", "untested_version", "kv_cache_dtype", "max_lora_rank"]

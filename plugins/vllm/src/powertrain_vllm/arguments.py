@@ -41,24 +41,31 @@ class Arguments(Sequence[OptionSpec]):
 
     def __init__(self, described: Iterable[OptionSpec], own: Iterable[str], refused: Iterable[str]) -> None:
         self._described, self._own, self._refused = tuple(described), frozenset(own), frozenset(refused)
+        self._made: tuple[Kinds, tuple[OptionSpec, ...]] = {}, ()
 
     @overload
     def __getitem__(self, index: int) -> OptionSpec: ...
     @overload
     def __getitem__(self, index: slice) -> tuple[OptionSpec, ...]: ...
     def __getitem__(self, index: int | slice) -> OptionSpec | tuple[OptionSpec, ...]:
-        return self._all(installed() or shipped())[index]
+        return self._now()[index]
 
     def __len__(self) -> int:
-        return len(self._all(installed() or shipped()))
+        return len(self._now())
+
+    def __iter__(self) -> Iterator[OptionSpec]:
+        return iter(self._now())
+
+    def _now(self) -> tuple[OptionSpec, ...]:
+        kinds = installed() or shipped()
+        if self._made[0] is not kinds:
+            self._made = kinds, tuple(self._each(kinds))
+        return self._made[1]
 
     @property
     def shipped(self) -> tuple[OptionSpec, ...]:
         """The options that can be given by the shipped list; for pages that are the same whatever is installed."""
-        return tuple(option for option in self._all(shipped()) if option.name not in self._refused)
-
-    def _all(self, kinds: Kinds) -> tuple[OptionSpec, ...]:
-        return tuple(self._each(kinds))
+        return tuple(option for option in self._each(shipped()) if option.name not in self._refused)
 
     def _each(self, kinds: Kinds) -> Iterator[OptionSpec]:
         names = {option.name for option in self._described}
