@@ -139,6 +139,11 @@ def test_types_are_those_of_the_installed_versions_own_class(fake):
     }
 
 
+def test_options_are_made_once(fake):
+    assert list(OPTIONS) == [OPTIONS[i] for i in range(len(OPTIONS))]
+    assert all(one is other for one, other in zip(OPTIONS, OPTIONS, strict=True))
+
+
 def test_described_arguments_stand_first_and_only_those_that_the_version_has(fake):
     listed = [option.name for option in OPTIONS if option.listed]
     assert listed == ["max_adapters", "stale_adapter", "untested_version", "kv_cache_dtype", "max_lora_rank"]
@@ -193,7 +198,7 @@ def test_shipped_list_is_the_same_whatever_is_installed(fake):
     told = {option.name for option in OPTIONS.shipped}
     assert told.isdisjoint({"warp_speed", *REFUSED})
     assert told >= {"block_size", "max_model_len"}
-    assert json.loads(arguments.SHIPPED.read_text())["version"] == "0.32.0"
+    assert json.loads(arguments.SHIPPED.read_text())["versions"] == ["0.32.0", "0.23.0"]
 
 
 def test_source_that_is_not_understood_leaves_the_shipped_list_and_says_so(fake, caplog):

@@ -5,8 +5,8 @@
 `parts` and `pairs` (`train`, `infer`, `via`, `colocated`). A part has `label`, `backend`, `name`, `role`, `status`,
 `summary`, `axes` and `expert_axes` (name -> `size`, `title`), `expert` (`ep`, `etp`, `dp`, or null), `world`,
 `instances`, `cards_per_instance`, `cards` as [first, last], `colocated_with`, `frozen`, `via`, `options` (name ->
-`value`, `default`: whether it was not given) and `ranks`, one `[rank, card, instance, rank_in_instance, coordinates]`
-for each rank.
+`value`, `default`: whether it was not given; of those that lists leave out, what is given) and `ranks`, one `[rank,
+card, instance, rank_in_instance, coordinates]` for each rank.
 """
 
 from __future__ import annotations

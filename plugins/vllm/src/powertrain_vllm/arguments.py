@@ -22,7 +22,7 @@ from powertrain.options import OptionSpec
 
 logger = logging.getLogger(__name__)
 SHIPPED: Final = Path(__file__).with_name("arguments.json")
-"""Made by `scripts/vllm_arguments.py` from the newest version that was tested."""
+"""Made by `scripts/vllm_arguments.py` from the versions that were tested, the newest first."""
 Kinds = Mapping[str, tuple[str, tuple[Any, ...]]]
 """Argument -> its type as an option, and its choices if there are few that may be told."""
 _PLAIN: Final = {"bool": "bool", "int": "int", "float": "float", "str": "str", "dict": "mapping"}
@@ -41,24 +41,31 @@ class Arguments(Sequence[OptionSpec]):
 
     def __init__(self, described: Iterable[OptionSpec], own: Iterable[str], refused: Iterable[str]) -> None:
         self._described, self._own, self._refused = tuple(described), frozenset(own), frozenset(refused)
+        self._made: tuple[Kinds, tuple[OptionSpec, ...]] = {}, ()
 
     @overload
     def __getitem__(self, index: int) -> OptionSpec: ...
     @overload
     def __getitem__(self, index: slice) -> tuple[OptionSpec, ...]: ...
     def __getitem__(self, index: int | slice) -> OptionSpec | tuple[OptionSpec, ...]:
-        return self._all(installed() or shipped())[index]
+        return self._now()[index]
 
     def __len__(self) -> int:
-        return len(self._all(installed() or shipped()))
+        return len(self._now())
+
+    def __iter__(self) -> Iterator[OptionSpec]:
+        return iter(self._now())
+
+    def _now(self) -> tuple[OptionSpec, ...]:
+        kinds = installed() or shipped()
+        if self._made[0] is not kinds:
+            self._made = kinds, tuple(self._each(kinds))
+        return self._made[1]
 
     @property
     def shipped(self) -> tuple[OptionSpec, ...]:
         """The options that can be given by the shipped list; for pages that are the same whatever is installed."""
-        return tuple(option for option in self._all(shipped()) if option.name not in self._refused)
-
-    def _all(self, kinds: Kinds) -> tuple[OptionSpec, ...]:
-        return tuple(self._each(kinds))
+        return tuple(option for option in self._each(shipped()) if option.name not in self._refused)
 
     def _each(self, kinds: Kinds) -> Iterator[OptionSpec]:
         names = {option.name for option in self._described}
@@ -74,7 +81,7 @@ class Arguments(Sequence[OptionSpec]):
 
 @cache
 def shipped() -> Kinds:
-    """Return the arguments of the newest tested version."""
+    """Return the arguments of the newest tested version, and those that only earlier ones have."""
     found = json.loads(SHIPPED.read_text(encoding="utf-8"))["arguments"]
     return {name: (kind, tuple(choices[0]) if choices else ()) for name, (kind, *choices) in found.items()}
 

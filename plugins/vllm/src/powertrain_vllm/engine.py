@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -56,6 +57,7 @@ class VllmEngine(InferEngine):
         self._idle = asyncio.Event()
         self._shelf = Shelf(1, "refuse")
         self._ranks = ALONE
+        self._loading = threading.Lock()
 
     def prepare(self, env: Mapping[str, str]) -> None:
         """Set the variables that differ; those that vLLM has read already are warned about."""
@@ -307,21 +309,23 @@ class VllmEngine(InferEngine):
     def _register(self, name: str, folder: str, owned: bool) -> None:
         """Load an adapter and then drop what is too many, so that one that cannot be loaded costs no other.
 
-        Ranks above 0 drop what rank 0 has dropped.
+        One at a time: vLLM has room for one more than are kept, and would push out what requests use. Ranks above 0
+        drop what rank 0 has dropped.
         """
         leads = not self._ranks.follows
-        with self._shelf.lock:
-            self._shelf.check_new(name)
-            if leads:
-                self._shelf.check_room()
-        self._form.load(name, folder)
-        with self._shelf.lock:
-            self._shelf.put(Held(name, folder, owned))
-            dropped = self._shelf.surplus() if leads else []
+        with self._loading:
+            with self._shelf.lock:
+                self._shelf.check_new(name)
+                if leads:
+                    self._shelf.check_room()
+            self._form.load(name, folder)
+            with self._shelf.lock:
+                self._shelf.put(Held(name, folder, owned))
+                dropped = self._shelf.surplus() if leads else []
+                for old in dropped:
+                    self._shelf.take(old)
             for old in dropped:
-                self._shelf.take(old)
-        for old in dropped:
-            self._form.unload(old)
+                self._form.unload(old)
 
     def _withdrawn(self, name: str) -> None:
         if name in self._shelf.names():

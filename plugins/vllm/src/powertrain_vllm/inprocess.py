@@ -254,7 +254,7 @@ class InProcess:
         self._count += 1
         request = LoRARequest(name, self._count, folder)
         try:
-            loaded = self._do(lambda: self._engine.add_lora(request))
+            loaded = self._do(lambda: self._add(request))
         except DeadlineError:
             raise
         except Exception as exc:
@@ -264,6 +264,14 @@ class InProcess:
             message = f"vLLM did not load adapter {name!r}"
             raise ConfigError(message)
         self._numbers[name] = request
+
+    def _add(self, request: Any) -> bool:
+        """Let vLLM load an adapter; one that fails half way would keep its place, and another would lose its own."""
+        try:
+            return bool(self._engine.add_lora(request))
+        except BaseException:
+            self._engine.remove_lora(request.lora_int_id)
+            raise
 
     def unload(self, name: str) -> None:
         """Forget an adapter."""
