@@ -19,7 +19,9 @@ from powertrain.tensors.dealing import FusedDealing
 
 if TYPE_CHECKING:
     from powertrain.layout import Part
+    from powertrain.tensors.checkpoint import Parameter
     from powertrain.weights import EngineManifest
+    from powertrain.weights.patterns import Held
 
 
 def manifest(config: Mapping[str, Any], part: Part) -> EngineManifest:
@@ -48,6 +50,9 @@ class Ranks(FusedDealing):
         for i in range(2, layers % count + 2):
             each[-i] += 1
         return each
+
+    def _expert(self, own: Parameter, stage: int, module: str, prefix: str) -> tuple[tuple[Held, ...], str, int]:
+        return super()._expert(own, stage, module, f"{prefix}routed_experts.")
 
     def _group(self, expert: int) -> tuple[int, int, int]:
         count = experts_of(self._config)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 KEY: Final = "powertrain-vllm"
 """Under it the store of torch's process group holds where rank 0 listens."""
 LEAVE_SECONDS: Final = 5.0
+CLOSED: Final = "was closed"
 Lost = Callable[[Exception], None]
 
 
@@ -119,7 +120,7 @@ class Leading(Alone):
                     raise DeadlineError(message, who=missing, what="start", seconds=self._seconds) from None
                 self._peers[rank] = connection, pid
         self._sender.start()
-        for rank in self._peers:
+        for rank in list(self._peers):
             threading.Thread(target=self._watch, args=(rank,), daemon=True).start()
 
     def send(self, *message: Any) -> None:
@@ -206,7 +207,7 @@ class Following(Alone):
             if kind in {"gone", "end"}:
                 self._lead = None
                 if not self._leaving:
-                    exc = _gone(0, args[0]) if args else StateError("rank 0 closed the engine")
+                    exc = _gone(0, args[0] if args else CLOSED)
                     self._lost(exc)
                     self._hear("lost", exc)
                 return
@@ -309,7 +310,7 @@ class Following(Alone):
         """Tell rank 0 that this rank leaves."""
         if not self._leaving:
             self._leaving = True
-            self._say("was closed")
+            self._say(CLOSED)
 
     def _say(self, what: str) -> None:
         lead = self._lead
@@ -332,7 +333,7 @@ def _accept(listener: Listener, arrived: queue.SimpleQueue[tuple[int, int, Conne
 
 def _gone(rank: int, what: str) -> PowertrainError:
     message = f"rank {rank} of this engine {what}; without it the others cannot go on, close the engine"
-    return WorkerError(message, rank=rank)
+    return StateError(message) if what == CLOSED else WorkerError(message, rank=rank)
 
 
 def _settle(waiter: asyncio.Future[None], fault: dict[str, Any] | None) -> None:
