@@ -3,8 +3,8 @@
 As vLLM lays models out: query, key and value rows of a rank stand one behind the other in `qkv_proj`, key heads are
 replicated where there are fewer than ranks; gate and up in `gate_up_proj`; the experts of a layer are stacked in
 `w13_weight` and `w2_weight`; the vocabulary is padded to a multiple of 64. Layers left over when they are dealt over
-the pipeline stages go to those before the last. Not held to a running engine yet, since that is not there; formats
-that reorder weights after loading are not known here.
+the pipeline stages go to those before the last. Tests hold it to engines of vLLM 0.32 that run; formats that reorder
+weights after loading are not known here.
 """
 
 from __future__ import annotations

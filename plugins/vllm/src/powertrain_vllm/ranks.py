@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
 
-from powertrain.errors import DeadlineError, PowertrainError, StateError, WorkerError
+from powertrain.errors import ConfigError, DeadlineError, PowertrainError, StateError, WorkerError
 from powertrain.runtime.wire import RankFault, told
 
 if TYPE_CHECKING:
@@ -50,8 +50,15 @@ def variables(place: RankSpec) -> dict[str, str]:
 def arguments(spec: EngineSpec) -> dict[str, Any]:
     """Return vLLM's engine arguments of an engine of several ranks; none for one of one rank.
 
-    vLLM's own all-reduce looks at cards that are not visible here.
+    vLLM's own all-reduce looks at cards that are not visible here. ConfigError for axes that vLLM cannot lay out so.
     """
+    t, p, e = (spec.axes.get(axis, 1) for axis in "tpe")
+    if t * p != spec.place.world:
+        message = f"t{t}p{p} makes {t * p} ranks of an engine, and this one has {spec.place.world}"
+        raise ConfigError(message)
+    if e not in {1, t}:
+        message = f"vLLM spreads experts over all {t} ranks of t or over none, not over e{e}: say e{t}, or leave it out"
+        raise ConfigError(message)
     if spec.place.world == 1:
         return {}
     return {"distributed_executor_backend": "external_launcher", "disable_custom_all_reduce": True}
