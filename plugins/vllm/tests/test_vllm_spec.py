@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,7 @@ from powertrain.interfaces.build import RankSpec
 from powertrain.options import resolve
 from powertrain.registry import Registry
 from powertrain_vllm.environment import environment
+from powertrain_vllm.ranks import arguments, variables
 from powertrain_vllm.settings import engine_arguments
 from powertrain_vllm.versions import generation
 
@@ -79,3 +81,24 @@ def test_hooks_import_nothing_heavy():
     code = f"import powertrain_vllm.hooks, sys; print(*(name for name in {HEAVY!r} if name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == []
+
+
+def test_axes_that_vllm_cannot_lay_out_are_refused():
+    def engine(world, **axes):
+        return EngineSpec(backend="vllm", role="infer", model="m", axes=axes, place=RankSpec(world=world))
+
+    assert arguments(engine(1, d=2)) == {}
+    assert arguments(engine(4, t=2, p=2))["distributed_executor_backend"] == "external_launcher"
+    with pytest.raises(ConfigError, match=r"t2p3 makes 6 ranks .* has 4"):
+        arguments(engine(4, t=2, p=3))
+    with pytest.raises(ConfigError, match=r"all 4 ranks of t or over none, not over e2: say e4"):
+        arguments(engine(4, t=4, e=2))
+
+
+def test_ranks_of_one_engine_agree_on_the_order_of_sets_and_meet_where_they_are_told():
+    place = RankSpec(rank=1, world=2, local_rank=1, rendezvous="127.0.0.1:20001")
+    assert environment({}, EngineSpec(backend="vllm", role="infer", model="m", place=place))["PYTHONHASHSEED"] == "0"
+    assert "PYTHONHASHSEED" not in environment({}, EngineSpec(backend="vllm", role="infer", model="m"))
+    told = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "20001"}
+    assert variables(place) == told
+    assert variables(replace(place, device="cuda"))["LOCAL_RANK"] == "0"

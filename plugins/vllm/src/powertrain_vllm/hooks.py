@@ -60,7 +60,7 @@ def powertrain_backend() -> BackendSpec:
         engine="powertrain_vllm.engine:VllmEngine",
         manifest="powertrain_vllm.manifest:manifest",
         environment="powertrain_vllm.environment:environment",
-        summary="vLLM in a worker's process, CPU or GPU; one card an instance",
+        summary="vLLM in a worker's process, CPU or GPU; several cards an instance in workers",
         axes=("d", "p", "t", "e"),
         options=cast("Any", OPTIONS),  # a sequence that is read on use
         requires=("vllm",),

@@ -3,8 +3,8 @@
 As vLLM lays models out: query, key and value rows of a rank stand one behind the other in `qkv_proj`, key heads are
 replicated where there are fewer than ranks; gate and up in `gate_up_proj`; the experts of a layer are stacked in
 `w13_weight` and `w2_weight`; the vocabulary is padded to a multiple of 64. Layers left over when they are dealt over
-the pipeline stages go to those before the last. Not held to a running engine yet, since that is not there; formats
-that reorder weights after loading are not known here.
+the pipeline stages go to those before the last. Tests hold it to engines of vLLM 0.32 that run; formats that reorder
+weights after loading are not known here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from powertrain.tensors.dealing import FusedDealing
 
 if TYPE_CHECKING:
     from powertrain.layout import Part
+    from powertrain.tensors.checkpoint import Parameter
     from powertrain.weights import EngineManifest
+    from powertrain.weights.patterns import Held
 
 
 def manifest(config: Mapping[str, Any], part: Part) -> EngineManifest:
@@ -48,6 +50,9 @@ class Ranks(FusedDealing):
         for i in range(2, layers % count + 2):
             each[-i] += 1
         return each
+
+    def _expert(self, own: Parameter, stage: int, module: str, prefix: str) -> tuple[tuple[Held, ...], str, int]:
+        return super()._expert(own, stage, module, f"{prefix}routed_experts.")
 
     def _group(self, expert: int) -> tuple[int, int, int]:
         count = experts_of(self._config)

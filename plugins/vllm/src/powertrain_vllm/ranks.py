@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
 
-from powertrain.errors import DeadlineError, PowertrainError, StateError, WorkerError
+from powertrain.errors import ConfigError, DeadlineError, PowertrainError, StateError, WorkerError
 from powertrain.runtime.wire import RankFault, told
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 KEY: Final = "powertrain-vllm"
 """Under it the store of torch's process group holds where rank 0 listens."""
 LEAVE_SECONDS: Final = 5.0
+CLOSED: Final = "was closed"
 Lost = Callable[[Exception], None]
 
 
@@ -49,8 +50,15 @@ def variables(place: RankSpec) -> dict[str, str]:
 def arguments(spec: EngineSpec) -> dict[str, Any]:
     """Return vLLM's engine arguments of an engine of several ranks; none for one of one rank.
 
-    vLLM's own all-reduce looks at cards that are not visible here.
+    vLLM's own all-reduce looks at cards that are not visible here. ConfigError for axes that vLLM cannot lay out so.
     """
+    t, p, e = (spec.axes.get(axis, 1) for axis in "tpe")
+    if t * p != spec.place.world:
+        message = f"t{t}p{p} makes {t * p} ranks of an engine, and this one has {spec.place.world}"
+        raise ConfigError(message)
+    if e not in {1, t}:
+        message = f"vLLM spreads experts over all {t} ranks of t or over none, not over e{e}: say e{t}, or leave it out"
+        raise ConfigError(message)
     if spec.place.world == 1:
         return {}
     return {"distributed_executor_backend": "external_launcher", "disable_custom_all_reduce": True}
@@ -119,7 +127,7 @@ class Leading(Alone):
                     raise DeadlineError(message, who=missing, what="start", seconds=self._seconds) from None
                 self._peers[rank] = connection, pid
         self._sender.start()
-        for rank in self._peers:
+        for rank in list(self._peers):
             threading.Thread(target=self._watch, args=(rank,), daemon=True).start()
 
     def send(self, *message: Any) -> None:
@@ -206,7 +214,7 @@ class Following(Alone):
             if kind in {"gone", "end"}:
                 self._lead = None
                 if not self._leaving:
-                    exc = _gone(0, args[0]) if args else StateError("rank 0 closed the engine")
+                    exc = _gone(0, args[0] if args else CLOSED)
                     self._lost(exc)
                     self._hear("lost", exc)
                 return
@@ -309,7 +317,7 @@ class Following(Alone):
         """Tell rank 0 that this rank leaves."""
         if not self._leaving:
             self._leaving = True
-            self._say("was closed")
+            self._say(CLOSED)
 
     def _say(self, what: str) -> None:
         lead = self._lead
@@ -332,7 +340,7 @@ def _accept(listener: Listener, arrived: queue.SimpleQueue[tuple[int, int, Conne
 
 def _gone(rank: int, what: str) -> PowertrainError:
     message = f"rank {rank} of this engine {what}; without it the others cannot go on, close the engine"
-    return WorkerError(message, rank=rank)
+    return StateError(message) if what == CLOSED else WorkerError(message, rank=rank)
 
 
 def _settle(waiter: asyncio.Future[None], fault: dict[str, Any] | None) -> None:

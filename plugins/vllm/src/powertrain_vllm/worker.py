@@ -133,8 +133,6 @@ class Seat:
     """
 
     def __init__(self, worker: Any, forget: Callable[[], None], *, fp32_head: bool, native_head: bool) -> None:
-        from vllm.distributed import get_pp_group
-
         from powertrain_vllm.sampler import KeyedSampler
 
         runner = worker.model_runner
@@ -143,17 +141,7 @@ class Seat:
         config = worker.vllm_config.model_config
         text = config.hf_text_config
         self.vocabulary = int(text.vocab_size)
-        if not get_pp_group().is_first_rank and getattr(runner, "intermediate_tensors", None) is None:
-            # what an earlier stage sends is put here; vLLM makes it when it warms up, which it does not on a CPU
-            runner.intermediate_tensors = model.make_empty_intermediate_tensors(
-                batch_size=runner.max_num_tokens, dtype=config.dtype, device=runner.device
-            )
-        if get_pp_group().is_last_rank:  # where the head is
-            if fp32_head and not native_head:
-                head.install(model)
-            if getattr(runner, "lora_config", None):  # else the head would look for adapters of a batch that never was
-                runner._set_active_loras((0,) * head.ROWS, (0,) * head.ROWS, set())
-            head.check(model, config.dtype, fp32=fp32_head)
+        _see_to_stage(runner, model, config.dtype, fp32_head=fp32_head, native_head=native_head)
         runner.sampler = KeyedSampler(runner, self.vocabulary)
         self._folder = Path(tempfile.mkdtemp(prefix="powertrain-vllm-"))
         parallel = worker.vllm_config.parallel_config
@@ -170,6 +158,24 @@ class Seat:
     def close(self) -> None:
         """Remove what was written."""
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _see_to_stage(runner: Any, model: Any, dtype: torch.dtype, *, fp32_head: bool, native_head: bool) -> None:
+    """See to what only the last pipeline stage has, the head, and to what the first does not need."""
+    from vllm.distributed import get_pp_group
+
+    stage = get_pp_group()
+    if not stage.is_first_rank and getattr(runner, "intermediate_tensors", None) is None:
+        # What an earlier stage sends is put here; vLLM makes it when it warms up, which it does not on a CPU.
+        runner.intermediate_tensors = model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens, dtype=dtype, device=runner.device
+        )
+    if stage.is_last_rank:
+        if fp32_head and not native_head:
+            head.install(model)
+        if getattr(runner, "lora_config", None):  # else the head would look for adapters of a batch that never was
+            runner._set_active_loras((0,) * head.ROWS, (0,) * head.ROWS, set())
+        head.check(model, dtype, fp32=fp32_head)
 
 
 def _gathered(world: int, own: Mapping[str, str]) -> list[Mapping[str, str]]:

@@ -21,9 +21,16 @@ from powertrain.registry import Registry
 from powertrain.runtime.driver import Driver
 from powertrain.weights import WeightVersion
 
-_found = importlib.util.spec_from_file_location("vllm_models", Path(__file__).with_name("test_vllm_parity.py"))
-parity = importlib.util.module_from_spec(_found)
-_found.loader.exec_module(parity)
+
+def beside(name):
+    """Return a module that lies beside this one."""
+    found = importlib.util.spec_from_file_location(f"vllm_{name}", Path(__file__).with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+parity, world = beside("test_vllm_parity"), beside("ranks_world")
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9]]
 
@@ -77,23 +84,25 @@ async def apart(pool, model, name):
     )
 
 
-async def test_stages_hold_their_layers(opened):
+async def test_stages_hold_their_layers(opened, tmp_path):
     driver, old, new = opened("qwen3-tied", "fsdp:d1+vllm:p2 via disk")
     async with driver:
         pool = driver.infer["vllm"]
         await pool.resume("1.1")
         assert await apart(pool, old, "old") < 1e-4
+        await as_planned(pool, "vllm:p2", tmp_path / "old")
         for counter in (2, 3):  # the second time by a plan that is there already
             await driver.push("fsdp", "vllm", WeightVersion(1, counter))
             assert await apart(pool, new, f"new{counter}") < 1e-4
 
 
-async def test_two_engines_of_two_ranks_and_one_rank_that_dies(opened):
+async def test_two_engines_of_two_ranks_and_one_rank_that_dies(opened, tmp_path):
     driver, old, new = opened("qwen3-moe-tied", "fsdp:d1+vllm:d2t2e2 via p2p")
     async with driver:
         pool = driver.infer["vllm"]
         await pool.resume("1.1")
         assert await apart(pool, old, "old") < 1e-4
+        await as_planned(pool, "vllm:t2e2", tmp_path / "old")
         await driver.push("fsdp", "vllm", WeightVersion(1, 2))
         assert await apart(pool, new, "new") < 1e-4
         first, second = driver.handles["vllm/0"], driver.handles["vllm/1"]
@@ -117,6 +126,7 @@ async def test_requests_in_flight_of_an_engine_of_two_ranks(opened, tmp_path):
         await pool.resume("1.1")
         assert await apart(pool, old, "old") < 1e-4
         await refusals(pool, engine)
+        await crowd(pool, old)
 
         frozen = asyncio.create_task(pool.generate(request("frozen", PROMPTS[0], max_tokens=200)))
         await running(pool)
@@ -146,6 +156,30 @@ async def test_requests_in_flight_of_an_engine_of_two_ranks(opened, tmp_path):
         await pool.resume(None)
         assert await apart(pool, new, "new") < 1e-4
         assert engine.failed == ""
+
+
+async def as_planned(pool, layout, folder):
+    """What every rank holds is what the static manifest says."""
+    for manifests in await pool.manifests():
+        assert [world.difference(layout, folder, one, rank) for rank, one in enumerate(manifests)] == ["", ""]
+
+
+async def crowd(pool, model):
+    """Many requests of all lengths, some ended early, across pauses: one rank out of step would draw nonsense."""
+    numbers = np.random.default_rng(0)
+    prompts = [numbers.integers(0, 97, numbers.integers(1, 100)).tolist() for _ in range(24)]
+    asked = [
+        asyncio.create_task(pool.generate(request(f"crowd-{i}", prompt, max_tokens=int(numbers.integers(1, 80)), n=3)))
+        for i, prompt in enumerate(prompts)
+    ]
+    for turn, mode in enumerate(("keep", "wait", "keep")):
+        await asyncio.sleep(0.3)
+        await pool.abort([f"crowd-{i}" for i in range(turn, 24, 7)])
+        await pool.pause(mode)
+        await pool.resume(None)
+    for prompt, result in zip(prompts, await asyncio.gather(*asked), strict=True):
+        for one in result.completions:
+            assert np.abs(one.logprobs_t1 - parity.replay(model, prompt, one.tokens)).max(initial=0.0) < 1e-4
 
 
 async def running(pool):
