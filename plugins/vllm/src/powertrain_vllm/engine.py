@@ -66,9 +66,7 @@ class VllmEngine(InferEngine):
         self._options = resolve(OPTIONS, spec.options, where="backend vllm")
         self._loop = asyncio.get_running_loop()
         self._shelf = Shelf(self._options["max_adapters"], self._options["stale_adapter"])
-        from powertrain_vllm.inprocess import InProcess
-
-        self._form = InProcess()
+        self._form = _form(self._options)
         self._built = True
         await self._form.start(spec, self._options, self._heard)
         self._sink: Any = self._form.sink()
@@ -327,3 +325,18 @@ class VllmEngine(InferEngine):
             "requests": len(self._items),
             **self._form.health(),
         }
+
+
+def _form(options: Mapping[str, Any]) -> Form:
+    """Return the form of vLLM that the options ask for."""
+    if options["form"] == "server":
+        from powertrain_vllm.server import Server
+
+        return Server()
+    given = [name for name in ("url", "api_key_env") if options.get(name)]
+    if given:
+        message = f"vllm?{given[0]}=... says where a server is, and the form is {options['form']!r}; add form=server"
+        raise ConfigError(message)
+    from powertrain_vllm.inprocess import InProcess
+
+    return InProcess()

@@ -19,6 +19,14 @@ OPTIONS = (
     OptionSpec(
         name="untested_version", default="refuse", choices=("refuse", "allow"), help="A vLLM outside the tested range."
     ),
+    OptionSpec(
+        name="form",
+        default="process",
+        choices=("process", "server"),
+        help="vLLM in the worker's process, or its OpenAI server beside it.",
+    ),
+    OptionSpec(name="url", help="With form=server: attach to the server that runs there; it is never stopped."),
+    OptionSpec(name="api_key_env", help="Variable that holds the API key of the server at `url`."),
     OptionSpec(name="enable_lora", type="bool", help="Make room for LoRA adapters."),
     OptionSpec(
         name="gpu_memory_utilization",

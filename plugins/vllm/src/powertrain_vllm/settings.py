@@ -10,7 +10,7 @@ from powertrain.errors import ConfigError
 if TYPE_CHECKING:
     from powertrain.interfaces.build import EngineSpec
 
-OWN: Final = ("max_adapters", "stale_adapter", "untested_version")
+OWN: Final = ("max_adapters", "stale_adapter", "untested_version", "form", "url", "api_key_env")
 """Options that are this plugin's and not vLLM's."""
 
 

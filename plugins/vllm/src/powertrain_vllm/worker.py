@@ -105,10 +105,18 @@ class Seat:
     """Made once in each worker when its model is loaded.
 
     worker: vLLM's. forget: drops prefix caches. Sampler and head are seen to; `sink` takes new weights.
-    vocabulary: number of token ids.
+    vocabulary: number of token ids. folder: where adapters are written, the system's for such things if not given.
     """
 
-    def __init__(self, worker: Any, forget: Callable[[], None], *, fp32_head: bool, native_head: bool) -> None:
+    def __init__(
+        self,
+        worker: Any,
+        forget: Callable[[], None],
+        *,
+        fp32_head: bool,
+        native_head: bool,
+        folder: Path | None = None,
+    ) -> None:
         from powertrain_vllm.sampler import KeyedSampler
 
         runner = worker.model_runner
@@ -122,7 +130,7 @@ class Seat:
             runner._set_active_loras((0,) * head.ROWS, (0,) * head.ROWS, set())
         head.check(model, config.dtype, fp32=fp32_head)
         runner.sampler = KeyedSampler(runner, self.vocabulary)
-        self._folder = Path(tempfile.mkdtemp(prefix="powertrain-vllm-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="powertrain-vllm-", dir=folder))
         parallel = worker.vllm_config.parallel_config
         world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         shapes = checkpoint(config.model)
