@@ -91,7 +91,7 @@ class Launched:
             self._launcher.start([self._process])
             self._launcher.wait_ready([NAME], deadline=self._seconds)
         except PowertrainError:
-            logger.error("vLLM's server did not start; the end of its log:\n%s", self.log())  # noqa: TRY400
+            logger.error("vLLM's server did not start; the end of its log:\n%s", self.log())
             raise
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""What powertrain adds to vLLM's API server, as an ASGI middleware: `--middleware powertrain_vllm.middleware.Middleware`.
+"""What powertrain adds to vLLM's API server: `--middleware powertrain_vllm.middleware.Middleware`, an ASGI one.
 
 vLLM has these as routes of its development mode, which then answer everybody, some of them anything. Here are the few
 that an engine needs, for who has the API key:
