@@ -129,6 +129,10 @@ class Relayed:
             "unpublished": sink.unpublished,
         }
 
+    def steps(self) -> int:
+        """Return how many steps the model has taken since its seat was made."""
+        return self._gate.steps
+
     def manifest(self) -> Any:
         """Return the sink's manifest."""
         return self._sink.manifest()

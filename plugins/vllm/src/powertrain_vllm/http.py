@@ -137,7 +137,7 @@ class Client:
             async with self._session.request(method, f"{self._url}{path}", json=body, timeout=timeout) as answer:
                 text = await answer.text()
                 if answer.status != 200:
-                    raise RefusedError(answer.status, _told(text))
+                    raise RefusedError(answer.status, _told(answer.status, text))
                 return json.loads(text) if "json" in answer.content_type else text
         except TimeoutError as exc:
             message = f"{self._name} did not answer {path} within {seconds:g} s"
@@ -191,7 +191,7 @@ class Client:
         body = completion(call, self.model)
         async with self._session.post(f"{self._url}/v1/completions", json=body, headers=headers) as answer:
             if answer.status != 200:
-                raise RefusedError(answer.status, _told(await answer.text()))
+                raise RefusedError(answer.status, _told(answer.status, await answer.text()))
             async for data in _events(answer.content):
                 if data == b"[DONE]":
                     break
@@ -306,11 +306,11 @@ async def _events(content: Any) -> AsyncIterator[bytes]:
                 yield line[5:].strip()
 
 
-def _told(text: str) -> str:
-    """Return the message of an error's body."""
+def _told(status: int, text: str) -> str:
+    """Return the message of an error's body, or at least its status."""
     try:
         found = json.loads(text)
         found = found.get("error", found.get("detail", found))
         return str(found.get("message", found) if isinstance(found, dict) else found)[:2000]
     except (ValueError, AttributeError):
-        return text[:2000] or "no reason given"
+        return text[:2000] or f"HTTP {status}"

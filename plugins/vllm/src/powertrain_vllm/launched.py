@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
-from powertrain.errors import PowertrainError, WorkerError
+from powertrain.errors import ConfigError, PowertrainError, WorkerError
 from powertrain.interfaces.launcher import ProcessSpec
 from powertrain.launch.local import LocalLauncher
 from powertrain.launch.ports import free_port
@@ -32,6 +33,8 @@ START_SECONDS: Final = 900.0
 GRACE_SECONDS: Final = 8.0
 SECRET: Final = {"hf_token": "HF_TOKEN"}
 """Arguments that go into the environment, since a command line can be read by every user of the host."""
+REFUSED: Final = re.compile(r"(?:Value error, |api_server\.py: error: )(.*)")
+"""What vLLM says of an argument, by pydantic or argparse."""
 TOLD_BYTES: Final = 32 << 10
 
 
@@ -86,20 +89,21 @@ class Launched:
         return found
 
     def start(self) -> None:
-        """Start and wait until it answers; WorkerError when it ends before that, DeadlineError."""
+        """Start and wait until it answers.
+
+        ConfigError for arguments that vLLM refuses, WorkerError when it ends for another reason, DeadlineError.
+        """
         try:
             self._launcher.start([self._process])
             self._launcher.wait_ready([NAME], deadline=self._seconds)
-        except PowertrainError:
-            logger.error("vLLM's server did not start; the end of its log:\n%s", self.log())
+        except PowertrainError as exc:
+            log = self.log()
+            logger.error("vLLM's server did not start; the end of its log:\n%s", log)
+            refused = REFUSED.findall(log) if isinstance(exc, WorkerError) else ()
+            if refused:
+                message = f"vLLM's server does not start with these arguments: {refused[-1]}"
+                raise ConfigError(message) from exc
             raise
-
-    def check(self) -> None:
-        """Raise WorkerError when it has ended."""
-        code = self.code
-        if code is not None:
-            message = f"vLLM's server {self.how(code)}"
-            raise WorkerError(message, worker=NAME)
 
     @property
     def code(self) -> int | None:

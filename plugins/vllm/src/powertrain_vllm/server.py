@@ -51,6 +51,7 @@ class Server:
         self._about: dict[str, Any] = {}
         self._loaded: set[str] = set()
         self._asleep = self._closed = False
+        self._ending = threading.Lock()
 
     async def start(self, spec: EngineSpec, options: Mapping[str, Any], heard: Heard) -> None:
         """Start a server, or (option `url`) attach to one. ConfigError for one that does not fit."""
@@ -60,6 +61,29 @@ class Server:
         await asyncio.to_thread(self._start, spec, options, heard)
 
     def _start(self, spec: EngineSpec, options: Mapping[str, Any], heard: Heard) -> None:
+        try:
+            self._open(spec, options, heard)
+        finally:
+            with self._ending:
+                closed = self._closed
+            if closed:  # by somebody who gave the start up, and could not close what was made since
+                self._close()
+        if closed:
+            message = "the engine was closed while its server started"
+            raise StateError(message)
+
+    def _launch(self, spec: EngineSpec, options: Mapping[str, Any]) -> Launched:
+        native = generation(_installed(), allow=options.get("untested_version") == "allow").head_dtype
+        arguments = engine_arguments(spec, options, native_head=native)
+        with self._ending:
+            if self._closed:
+                message = "the engine was closed before its server started"
+                raise StateError(message)
+            self._launched = Launched(spec, options, arguments)
+        self._launched.start()
+        return self._launched
+
+    def _open(self, spec: EngineSpec, options: Mapping[str, Any], heard: Heard) -> None:
         if options.get("url"):
             url, key = _place(options)
             self._name = f"the vLLM server at {url}"
@@ -67,19 +91,14 @@ class Server:
             if options.get("api_key_env"):
                 message = "api_key_env names the key of a server that runs already; give its url, or leave both out"
                 raise ConfigError(message)
-            native = generation(_installed(), allow=options.get("untested_version") == "allow").head_dtype
-            self._launched = Launched(spec, options, engine_arguments(spec, options, native_head=native))
-            self._launched.start()
-            url, key = self._launched.url, self._launched.key
-            self._name = f"vLLM's server (process {self._launched.pid}, {url})"
+            launched = self._launch(spec, options)
+            url, key = launched.url, launched.key
+            self._name = f"vLLM's server (process {launched.pid}, {url})"
         self._client = Client(url, key, name=self._name, heard=heard, lost=self._lost)
         self._client.open()
         self._read(spec, options)
         self._sit(spec, options)
         self._client.watch()
-        if self._closed:
-            message = "the engine was closed while its server started"
-            raise StateError(message)
 
     # ---- what the server is
     @property
@@ -220,7 +239,8 @@ class Server:
 
     async def close(self) -> None:
         """End a server that was started here; leave an attached one as it was found."""
-        self._closed = True
+        with self._ending:
+            self._closed = True
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
