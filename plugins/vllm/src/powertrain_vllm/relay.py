@@ -7,7 +7,6 @@ asks, the worker answers, one at a time. Every wait has a deadline but one: that
 from __future__ import annotations
 
 import os
-import select
 import socket
 import struct
 import threading
@@ -79,10 +78,6 @@ class Line:
                 raise LineClosed(LINE_ENDED)
             view = view[got:]
         return bytes(found)
-
-    def idle(self) -> bool:
-        """Tell whether nothing lies ready to be read, the end of the line included."""
-        return not select.select([self._socket], [], [], 0.0)[0]
 
     def close(self) -> None:
         """Close; a thread that waits here hears of it. May be called twice."""

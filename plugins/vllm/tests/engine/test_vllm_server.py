@@ -16,7 +16,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 import psutil
 import pytest
-from vllm_servers import KEY, KEY_NAME, OURS, Running, command, restore
+from vllm_servers import KEY, KEY_NAME, Running, restore
 
 from powertrain import EngineSpec, GenerateRequest, SamplingParams
 from powertrain.errors import ConfigError, PowertrainError, StateError, TransferError, UnfitError
@@ -80,14 +80,14 @@ def status(url, path, key="", *, body=None):
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
     data = None if body is None else json.dumps(body).encode()
     try:
-        with urlopen(Request(url + path, data, headers), timeout=30) as answer:  # noqa: S310 - our own server
+        with urlopen(Request(url + path, data, headers), timeout=30) as answer:
             return answer.status
     except HTTPError as exc:
         return exc.code
 
 
 def metric(url, key, name):
-    with urlopen(Request(f"{url}/metrics", headers={"Authorization": f"Bearer {key}"}), timeout=30) as answer:  # noqa: S310
+    with urlopen(Request(f"{url}/metrics", headers={"Authorization": f"Bearer {key}"}), timeout=30) as answer:
         lines = answer.read().decode().splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
@@ -101,6 +101,15 @@ async def write(made, version, folder):
 
 
 class TestLaunched:
+    async def test_engine_of_several_ranks_is_refused(self):
+        place = RankSpec(world=2, rendezvous="127.0.0.1:1")
+        made = VllmEngine()
+        made.prepare({})
+        several = EngineSpec(backend="vllm", role="infer", model=tiny_model(), options=OPTIONS, place=place)
+        with pytest.raises(ConfigError, match="an engine of one rank, and this one has 2"):
+            await made.build(several)
+        await made.close()
+
     async def test_key_and_port_are_nobody_elses_and_nothing_is_left(self, caplog):
         caplog.set_level(logging.DEBUG)
         async with engine(**OPTIONS) as made:
@@ -131,11 +140,6 @@ class TestLaunched:
             assert status(url, "/v1/models", key) == 200
             assert status(url, "/powertrain/nothing", key) == 404
             assert status(url, "/collective_rpc", key, body={"method": "x"}) == 404  # vLLM's development mode is off
-            with pytest.raises(ConfigError, match="engine of one rank"):
-                place = RankSpec(world=2)
-                await type(made._form)().start(
-                    EngineSpec(backend="vllm", role="infer", model="m", place=place), {}, print
-                )
         await until(gone(processes))
         assert not folder.exists()
 
@@ -164,8 +168,8 @@ class TestLaunched:
             launched = made._form._launched
 
             def names():
-                request = Request(f"{launched.url}/v1/models", headers={"Authorization": f"Bearer {launched.key}"})  # noqa: S310
-                with urlopen(request, timeout=30) as answer:  # noqa: S310
+                request = Request(f"{launched.url}/v1/models", headers={"Authorization": f"Bearer {launched.key}"})
+                with urlopen(request, timeout=30) as answer:
                     return [card["id"] for card in json.load(answer)["data"]][1:]
 
             await made.load_adapter("policy-v1.2", save_adapter(adapter(2, tiny_model())))
@@ -192,20 +196,25 @@ class TestLaunched:
             with pytest.raises(StateError, match="is dead and answers no more"):
                 await asyncio.wait_for(made.generate(ask("later")), DEATH_SECONDS)
             await made.pause()
-            with pytest.raises(StateError, match="has gone|cannot be asked"):
+            with pytest.raises(StateError, match=r"has gone|cannot be asked"):
                 made.weights().begin(Update(version=WeightVersion(1, 2)))
             await until(gone(processes))
 
     @pytest.mark.parametrize("also", ["alone", "with-its-watcher"])
     async def test_engine_that_is_killed_leaves_no_process(self, tmp_path, also):
-        code = (
-            "import asyncio, json, sys\nfrom powertrain import EngineSpec\nfrom powertrain_vllm.engine import VllmEngine\n"
-            "async def main():\n    made = VllmEngine()\n    made.prepare({})\n"
-            f"    await made.build(EngineSpec(backend='vllm', role='infer', model={tiny_model()!r}, options={OPTIONS!r}))\n"
-            "    launched = made._form._launched\n"
-            "    print(json.dumps([launched.pid, str(launched.folder)]), flush=True)\n    await asyncio.sleep(600)\n"
-            "asyncio.run(main())\n"
-        )
+        code = f"""
+import asyncio, json
+from powertrain import EngineSpec
+from powertrain_vllm.engine import VllmEngine
+async def main():
+    made = VllmEngine()
+    made.prepare({{}})
+    await made.build(EngineSpec(backend="vllm", role="infer", model={tiny_model()!r}, options={OPTIONS!r}))
+    launched = made._form._launched
+    print(json.dumps([launched.pid, str(launched.folder)]), flush=True)
+    await asyncio.sleep(600)
+asyncio.run(main())
+"""
         with (tmp_path / "log").open("w") as log:
             run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=log, text=True)
         try:
@@ -243,7 +252,7 @@ class TestLaunched:
         begun = time.monotonic()
         made = VllmEngine()
         made.prepare({})
-        with pytest.raises(ConfigError, match="does not start with these arguments: .*max_model_len .1048576"):
+        with pytest.raises(ConfigError, match=r"does not start with these arguments: .*max_model_len .1048576"):
             await made.build(spec(form="server", max_model_len=1 << 20))
         folder = made._form._launched.folder
         await made.close()
@@ -377,7 +386,7 @@ class TestAttached:
             sink = await write(made, WeightVersion(1, 2), tiny_model(1))
             body = {"model": tiny_model(), "prompt": [1, 2, 3], "max_tokens": 2}
             assert await asyncio.to_thread(status, server.url, "/v1/completions", KEY, body=body) == 200
-            with pytest.raises(TransferError, match="steps while weights were written.*another client"):
+            with pytest.raises(TransferError, match=r"steps while weights were written.*another client"):
                 sink.finish()
             sink.abort()
             assert sink.state == "unfit"
