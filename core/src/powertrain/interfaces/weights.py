@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,10 @@ class WeightSink(ABC):
     @abstractmethod
     def tensors(self) -> Mapping[str, Any]:
         """Return storage name -> local torch tensor, for transfers that write into them directly."""
+
+    def endpoint(self, made: Callable[..., Any], place: Any) -> Any:
+        """Make a transfer's endpoint `made(sink, place)`, place a `RankSpec`, in the process where the weights lie."""
+        return made(self, place)
 
     @abstractmethod
     def begin(self, update: Update) -> None:

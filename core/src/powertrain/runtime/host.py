@@ -210,9 +210,11 @@ class EngineHost:
 
     def _call_endpoint(self, engine: Any, spec: EngineSpec, transfer: str, op: str, payload: Mapping[str, Any]) -> Any:
         if transfer not in self._endpoints:
-            side = "source" if spec.role == "train" else "sink"
-            made = self._registry.load_class(self._registry.transfer(transfer), side)
-            self._endpoints[transfer] = made(engine.weights(), spec.place)
+            train, about = spec.role == "train", self._registry.transfer(transfer)
+            made = self._registry.load_class(about, "source" if train else "sink")
+            self._endpoints[transfer] = (
+                made(engine.weights(), spec.place) if train else engine.weights().endpoint(made, spec.place)
+            )
         found = None if op.startswith("_") else getattr(self._endpoints[transfer], op, None)
         if found is None:
             message = f"the {spec.role} endpoint of transfer {transfer!r} has no operation {op!r}"
@@ -220,8 +222,7 @@ class EngineHost:
         return found(**payload)
 
     def _close_endpoint(self, transfer: str) -> None:
-        endpoint = self._endpoints.pop(transfer, None)
-        if endpoint is not None:
+        if endpoint := self._endpoints.pop(transfer, None):
             endpoint.close()
 
 
@@ -230,5 +231,4 @@ async def _health(engine: TrainEngine | InferEngine) -> dict[str, Any]:
 
 
 def _call_weights(engine: TrainEngine | InferEngine, name: str, *args: Any) -> Any:
-    found = getattr(engine.weights(), name)
-    return found(*args) if callable(found) else found
+    return found(*args) if callable(found := getattr(engine.weights(), name)) else found

@@ -6,11 +6,14 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from packaging.version import Version
 
 from powertrain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from powertrain.interfaces.build import EngineSpec
 
 MOVED: Final = ("rope_theta", "partial_rotary_factor")
 """What transformers 5 writes into `rope_parameters`, and transformers 4 looks for beside it."""
@@ -28,14 +31,23 @@ def overrides(folder: str) -> dict[str, Any]:
         old = Version(version("transformers")).major < 5
     except PackageNotFoundError:
         return {}
-    config = _read(folder) if old else {}
+    config = read(folder) if old else {}
     within = config.get("rope_parameters") or {}
     return {name: within[name] for name in MOVED if name in within and name not in config}
 
 
+def unpacked(spec: EngineSpec) -> dict[str, Any]:
+    """Return engine arguments under which weights stay parameters, where vLLM would choose otherwise for speed.
+
+    On a CPU with AMX its latent attention (MLA) packs and empties `kv_b_proj`; the reference kernel leaves it.
+    """
+    latent = read(spec.model).get("kv_lora_rank") is not None
+    return {"attention_backend": "CPU_MLA"} if latent and spec.place.device == "cpu" else {}
+
+
 def check_rope(folder: str, modules: Iterable[Any]) -> None:
     """Hold a running model's rotary embeddings to the bases in its config.json; ConfigError with both numbers."""
-    bases = set(_bases(_read(folder)))
+    bases = set(_bases(read(folder)))
     for module in modules:
         found = getattr(module, "base", None)
         if bases and hasattr(module, "rotary_dim") and isinstance(found, int | float) and found not in bases:
@@ -47,7 +59,8 @@ def check_rope(folder: str, modules: Iterable[Any]) -> None:
             raise ConfigError(message)
 
 
-def _read(folder: str) -> Mapping[str, Any]:
+def read(folder: str) -> Mapping[str, Any]:
+    """Return a model's config.json, empty where there is none."""
     path = Path(folder) / "config.json"
     found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return found

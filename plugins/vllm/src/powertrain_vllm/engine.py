@@ -73,10 +73,9 @@ class VllmEngine(InferEngine):
         self._options = resolve(OPTIONS, given, where="backend vllm")
         self._loop = asyncio.get_running_loop()
         self._shelf = Shelf(self._options["max_adapters"], self._options["stale_adapter"])
-        from powertrain_vllm.inprocess import InProcess
-
-        self._form = InProcess()
-        self._form.gone = self._shelf.forget
+        self._form = _form(self._options)
+        if hasattr(self._form, "ranks"):
+            self._form.gone = self._shelf.forget
         self._built = True
         await self._form.start(spec, self._options, self._heard)
         self._ranks = getattr(self._form, "ranks", ALONE)
@@ -271,7 +270,10 @@ class VllmEngine(InferEngine):
 
     async def resume(self, version: str | None = None) -> None:
         """Publish the finished update's version, or go on with the present one; UnfitError while unfit."""
-        await asyncio.to_thread(self._sink.publish, version)
+        if self._sink.remote:
+            await asyncio.to_thread(self._sink.publish, version)
+        else:  # a thread would cost as much as all else that ends an update
+            self._sink.publish(version)
         if self._ranks.follows:
             await self._ranks.opened()
         else:
@@ -380,3 +382,18 @@ class VllmEngine(InferEngine):
             "requests": len(self._items),
             **self._form.health(),
         }
+
+
+def _form(options: Mapping[str, Any]) -> Form:
+    """Return the form of vLLM that the options ask for."""
+    if options["form"] == "server":
+        from powertrain_vllm.server import Server
+
+        return Server()
+    given = [name for name in ("url", "api_key_env") if options.get(name)]
+    if given:
+        message = f"vllm?{given[0]}=... says where a server is, and the form is {options['form']!r}; add form=server"
+        raise ConfigError(message)
+    from powertrain_vllm.inprocess import InProcess
+
+    return InProcess()

@@ -24,6 +24,14 @@ DESCRIBED = (
     OptionSpec(
         name="untested_version", default="refuse", choices=("refuse", "allow"), help="A vLLM outside the tested range."
     ),
+    OptionSpec(
+        name="form",
+        default="process",
+        choices=("process", "server"),
+        help="vLLM in the worker's process, or its OpenAI server beside it.",
+    ),
+    OptionSpec(name="url", help="With form=server: attach to the server that runs there; it is never stopped."),
+    OptionSpec(name="api_key_env", help="Variable that holds the API key of the server at `url`."),
     OptionSpec(name="enable_lora", type="bool", help="Make room for LoRA adapters; follows from the run."),
     OptionSpec(
         name="gpu_memory_utilization",
@@ -76,3 +84,9 @@ def powertrain_backend() -> BackendSpec:
             "streaming": Support.NONE,
         },
     )
+
+
+def lora_ranks() -> tuple[int, ...]:
+    """Return the values that the installed vLLM's `max_lora_rank` takes, none if any."""
+    found = next((option.choices for option in OPTIONS if option.name == "max_lora_rank"), ())
+    return tuple(int(rank) for rank in found or ())

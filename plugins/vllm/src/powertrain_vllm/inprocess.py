@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from powertrain.errors import ConfigError, DeadlineError, StateError, WorkerError
 from powertrain_vllm import ranks
 from powertrain_vllm.backend import HOTTEST, Call, name_here, name_there, other
+from powertrain_vllm.configs import unpacked
 from powertrain_vllm.settings import engine_arguments, in_a_line, typed
 from powertrain_vllm.versions import generation, imported
 
@@ -75,12 +76,11 @@ class InProcess:
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        from powertrain_vllm.hooks import OPTIONS
-        from powertrain_vllm.worker import Seat, before_load, unpacked
+        from powertrain_vllm.hooks import lora_ranks
+        from powertrain_vllm.worker import Seat, before_load
 
         before_load(spec.place.world)
-        room = next((option.choices for option in OPTIONS if option.name == "max_lora_rank"), ())
-        arguments = typed(engine_arguments(spec, options, native_head=about.head_dtype, ranks=room))
+        arguments = typed(engine_arguments(spec, options, native_head=about.head_dtype, ranks=lora_ranks()))
         arguments = unpacked(spec) | arguments | ranks.arguments(spec)
         try:
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)

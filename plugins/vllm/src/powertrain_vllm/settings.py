@@ -12,7 +12,7 @@ from powertrain_vllm.configs import overrides
 if TYPE_CHECKING:
     from powertrain.interfaces.build import EngineSpec
 
-OWN: Final = ("max_adapters", "stale_adapter", "untested_version")
+OWN: Final = ("max_adapters", "stale_adapter", "untested_version", "form", "url", "api_key_env")
 """Options that are this plugin's and not vLLM's."""
 _WHY: Final[Mapping[str, str]] = {
     "model model_weights": "the run's key `model` names the weights of both sides",

@@ -18,7 +18,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from powertrain.errors import ConfigError
-from powertrain.tensors.checkpoint import read_config
 from powertrain.tensors.serving import ServingSink
 from powertrain.tensors.views import block_view, narrowed
 from powertrain_vllm import base_rows, head
@@ -26,7 +25,6 @@ from powertrain_vllm.configs import check_rope
 from powertrain_vllm.trace import checkpoint, running_manifest
 
 if TYPE_CHECKING:
-    from powertrain.interfaces.build import EngineSpec
     from powertrain.weights import Manifest
 
 USERS = ("vllm.model_executor.layers.linear", "vllm.model_executor.layers.vocab_parallel_embedding")
@@ -72,17 +70,10 @@ def before_load(world: int = 1) -> None:
             setattr(module, packing.__name__, plain)
 
 
-def unpacked(spec: EngineSpec) -> dict[str, Any]:
-    """Return engine arguments under which weights stay parameters, where vLLM would choose otherwise for speed.
-
-    On a CPU with AMX its latent attention (MLA) packs and empties `kv_b_proj`; the reference kernel leaves it.
-    """
-    latent = read_config(spec.model).get("kv_lora_rank") is not None
-    return {"attention_backend": "CPU_MLA"} if latent and spec.place.device == "cpu" else {}
-
-
 class VllmSink(ServingSink):
-    """Writes into a worker's parameters. forget: drops prefix caches."""
+    """Writes into a worker's parameters. forget: drops prefix caches. remote: whether its calls wait for a process."""
+
+    remote = False
 
     def __init__(
         self,
@@ -129,10 +120,18 @@ class Seat:
     """Made once in each worker when its model is loaded.
 
     worker: vLLM's. forget: drops prefix caches. Sampler and head are seen to; `sink` takes new weights.
-    vocabulary: number of token ids.
+    vocabulary: number of token ids. folder: where adapters are written, the system's for such things if not given.
     """
 
-    def __init__(self, worker: Any, forget: Callable[[], None], *, fp32_head: bool, native_head: bool) -> None:
+    def __init__(
+        self,
+        worker: Any,
+        forget: Callable[[], None],
+        *,
+        fp32_head: bool,
+        native_head: bool,
+        folder: Path | None = None,
+    ) -> None:
         from powertrain_vllm.sampler import KeyedSampler
 
         runner = worker.model_runner
@@ -143,7 +142,7 @@ class Seat:
         self.vocabulary = int(text.vocab_size)
         _see_to_stage(runner, model, config.dtype, fp32_head=fp32_head, native_head=native_head)
         runner.sampler = KeyedSampler(runner, self.vocabulary)
-        self._folder = Path(tempfile.mkdtemp(prefix="powertrain-vllm-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="powertrain-vllm-", dir=folder))
         parallel = worker.vllm_config.parallel_config
         world = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
         shapes = checkpoint(config.model)
