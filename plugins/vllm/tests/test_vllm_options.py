@@ -19,7 +19,7 @@ from powertrain_vllm import arguments
 from powertrain_vllm.adapters import check_targets
 from powertrain_vllm.environment import environment
 from powertrain_vllm.hooks import DESCRIBED, OPTIONS
-from powertrain_vllm.settings import REFUSED, engine_arguments
+from powertrain_vllm.settings import OWN, REFUSED, engine_arguments
 
 SOURCE = """
     from dataclasses import dataclass
@@ -146,7 +146,7 @@ def test_options_are_made_once(fake):
 
 def test_described_arguments_stand_first_and_only_those_that_the_version_has(fake):
     listed = [option.name for option in OPTIONS if option.listed]
-    assert listed == ["max_adapters", "stale_adapter", "untested_version", "kv_cache_dtype", "max_lora_rank"]
+    assert listed == [*OWN, "kv_cache_dtype", "max_lora_rank"]
     assert [option.name for option in OPTIONS][: len(listed)] == listed
     assert options()["kv_cache_dtype"].choices == ("auto", "fp8")
     assert options()["max_lora_rank"].choices == (4, 8, 16)
