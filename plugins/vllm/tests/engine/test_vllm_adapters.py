@@ -220,7 +220,7 @@ def test_used_adapter_cannot_be_unloaded(engine, names):
     name, _ = names(1)
     request = ask(PROMPT, adapter=name, max_tokens=LONG)
     future = start(engine, request)
-    with pytest.raises(StateError, match=rf"{name}' is in use by 1 rows"):
+    with pytest.raises(StateError, match=rf"{name}' is in use by 1 requests"):
         engine.unload_adapter(name)
     engine.abort([request.request_id])
     answer(engine, future)

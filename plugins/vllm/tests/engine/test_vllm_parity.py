@@ -20,7 +20,7 @@ from powertrain.tensors.models import quietly
 from powertrain.testing.tensors.reference import replay
 from powertrain.weights import Update, WeightVersion
 from powertrain_vllm.engine import VllmEngine
-from powertrain_vllm.worker import derive
+from powertrain_vllm.worker import derive, deriving
 
 SIZES = {
     "vocab_size": 97,
@@ -134,6 +134,6 @@ def test_what_attention_derives_from_weights_is_made_anew_where_it_lay():
     module = Absorbing()
     address = module.turned.data_ptr()
     module.weight.fill_(2.0)
-    derive(module)
+    derive(deriving(torch.nn.Sequential(module, torch.nn.Linear(2, 2))))
     assert torch.equal(module.turned, torch.full((3, 2), 2.0))
     assert module.turned.data_ptr() == address
