@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from powertrain.tensors.rows import Row, check_prompt
 from powertrain_vllm.adapters import Held, Shelf, check_folder, check_targets, modules_of
 from powertrain_vllm.backend import PREFIX, Call, Drawn, Form
 from powertrain_vllm.ranks import ALONE
+from powertrain_vllm.streams import Fresh, Streams
 
 if TYPE_CHECKING:
     from powertrain.interfaces.build import EngineSpec
@@ -58,6 +59,7 @@ class VllmEngine(InferEngine):
         self._shelf = Shelf(1, "refuse")
         self._ranks = ALONE
         self._loading = threading.Lock()
+        self._streams = Streams()
 
     def prepare(self, env: Mapping[str, str]) -> None:
         """Set the variables that differ; those that vLLM has read already are warned about."""
@@ -90,6 +92,14 @@ class VllmEngine(InferEngine):
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Answer one request. ConfigError for an unknown adapter or a bad prompt, UnfitError while unfit."""
         return (await self.generate_batch([request]))[0]
+
+    def stream(self, request: GenerateRequest) -> AsyncIterator[Fresh]:
+        """Answer one request token by token, on this engine's event loop and rank 0; errors are `generate`'s.
+
+        Tokens of one sample come in order, those of several mixed. Whoever leaves the iterator closes it
+        (`contextlib.aclosing`), which aborts the request.
+        """
+        return self._streams.run(request, self.generate)
 
     async def generate_batch(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         """Answer several requests that go to vLLM together. Ranks above 0 answer without completions."""
@@ -175,6 +185,7 @@ class VllmEngine(InferEngine):
         greedy = item.request.sampling.temperature == 0
         for token, logprob, plain in drawn:
             row.take(token, 0.0 if greedy else logprob, plain)
+            self._streams.tell(row)
         if ending is not None or row.finish:
             del item.calls[name], self._calls[name]
         if isinstance(ending, Exception):

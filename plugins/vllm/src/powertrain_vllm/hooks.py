@@ -81,7 +81,7 @@ def powertrain_backend() -> BackendSpec:
             "offload": Support.PARTIAL,
             "pause_keep": Support.FULL,
             "shared_storage": Support.NONE,
-            "streaming": Support.NONE,
+            "streaming": Support.PARTIAL,
         },
     )
 
