@@ -121,6 +121,22 @@ async def test_logprobs_are_those_of_the_model_after_each_of_20_updates(kind, tm
         await engine.close()
 
 
+async def test_experts_of_a_compiled_model_take_updates_too(tmp_path):
+    old, _ = model("qwen3-moe", 0, tmp_path / "old")
+    new, new_tensors = model("qwen3-moe", 1, tmp_path / "new")
+    engine = VllmEngine()
+    engine.prepare({})
+    options = {"max_model_len": 128, "enforce_eager": False}
+    await engine.build(EngineSpec(backend="vllm", role="infer", model=str(tmp_path / "old"), options=options))
+    try:
+        await engine.resume("1.1")
+        assert max(apart(old, one) for one in await ask(engine, "first")) < 1e-4
+        await update(engine, new_tensors, 2)
+        assert max(apart(new, one) for one in await ask(engine, "second")) < 1e-4
+    finally:
+        await engine.close()
+
+
 def test_what_attention_derives_from_weights_is_made_anew_where_it_lay():
     class Absorbing(torch.nn.Module):
         def __init__(self):
