@@ -27,7 +27,7 @@ from powertrain.layout import parse_layout
 from powertrain.registry import Registry
 from powertrain.runtime.driver import Driver
 from powertrain.testing.tensors.models import checkpoint, tiny_model
-from powertrain.testing.tensors.reference import regret
+from powertrain.testing.tensors.reference import regret, replay
 from powertrain.testing.tensors.weights import adapter, save_adapter
 from powertrain.weights import Update, WeightVersion
 from powertrain_vllm.engine import VllmEngine
@@ -455,3 +455,18 @@ class TestAttached:
             assert base.tokens.tolist() != own.tokens.tolist()
             await made.unload_adapter("policy-v1.2")
             assert names() == []
+
+    async def test_no_cache_of_old_weights_is_used(self, server):
+        prompt = [1 + i * 7 % 60 for i in range(200)]  # longer than a block of the cache, 128 tokens on a CPU
+        sampling = SamplingParams(max_tokens=8, temperature=0.0)
+        async with attached(server) as made:
+            await made.resume("1.1")
+            for version, folder in (("1.1", tiny_model()), ("1.2", tiny_model(1))):
+                if version != "1.1":
+                    (await write(made, WeightVersion.parse(version), folder)).finish()
+                    await made.resume(version)
+                for again in range(2):  # the second time from the cache
+                    request = GenerateRequest(request_id=f"p{again}", prompt=np.asarray(prompt), sampling=sampling)
+                    completion = (await made.generate(request)).completions[0]
+                    right = replay(folder, prompt, completion.tokens.tolist())
+                    assert np.abs(completion.logprobs_t1 - right).max() < 1e-4, (version, again)
