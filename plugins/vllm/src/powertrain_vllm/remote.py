@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -11,17 +12,21 @@ import torch
 
 from powertrain.errors import StateError
 from powertrain.interfaces.transfer import Endpoint
+from powertrain.tensors.local import LocalSink
 from powertrain.tensors.serving import ServingSink
 from powertrain.tensors.sink import dtype_name
 
 if TYPE_CHECKING:
-    from powertrain.interfaces.weights import Piece
+    from powertrain.interfaces.weights import Piece, WeightSource
     from powertrain.weights import Manifest, Update
     from powertrain_vllm.relay import Caller
 
+logger = logging.getLogger(__name__)
 CALL_SECONDS: Final = 300.0
 MARGIN_SECONDS: Final = 30.0
 """What a call gets beyond the deadline that the operation keeps by itself."""
+APPLY_BYTES: Final = 64 << 20
+"""About so much goes to the worker in one call of `apply`."""
 
 
 class RemoteSink(ServingSink):
@@ -102,7 +107,14 @@ class RemoteSink(ServingSink):
         return found
 
     def endpoint(self, made: Callable[..., Any], place: Any) -> Any:
-        """Make a transfer's endpoint in the worker, on the sink there."""
+        """Make a transfer's endpoint in the worker, on the sink there; that of `local` here, where its source is."""
+        if made is LocalSink:
+            if place.device == "cuda":
+                logger.warning(
+                    "weights go to vLLM's server through host memory, since its engine shares the trainer's process; "
+                    "with the option inline=false they stay on the card"
+                )
+            return made(self, place)
         return RemoteEndpoint(self._call, made, place)
 
     def begin(self, update: Update) -> None:
@@ -114,8 +126,20 @@ class RemoteSink(ServingSink):
         self._kind = update.kind
 
     def apply(self, pieces: Iterable[Piece]) -> None:
-        """Copy pieces into place, by way of shared memory."""
-        self._call("apply", [_packed(piece) for piece in pieces])
+        """Copy pieces into place, by way of shared memory, some at a time."""
+        batch: list[tuple[Any, ...]] = []
+        size = 0
+        for piece in pieces:
+            batch.append(_packed(piece))
+            size += piece.tensor.nbytes
+            if size >= APPLY_BYTES:
+                self._call("apply", batch)
+                batch, size = [], 0
+        self._call("apply", batch)
+
+    def share(self, source: WeightSource, pieces: Iterable[Piece]) -> bool:
+        """Return False: another process's memory is shared with nobody."""
+        return False
 
     def finish(self) -> None:
         """Finish in the worker, then drop the prefix caches; without that the update is given up."""

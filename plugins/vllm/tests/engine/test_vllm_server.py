@@ -269,16 +269,32 @@ class TestTransfers:
                 assert report.transfer == name
                 assert await self.gap(driver) < 1e-5
 
-    async def test_a_transfer_within_one_process_says_so(self, server):
-        from powertrain.tensors.local import LocalSink
+    @pytest.mark.parametrize("synchronous", [False, True])
+    async def test_an_engine_in_the_trainers_process_gets_its_weights_through_memory(self, tmp_path, synchronous):
+        """`local` is what is picked there; with synchronous rollouts it would share memory, which no server can."""
+        registry, place, model = Registry(), RankSpec(device="cpu"), tiny_model()
+        specs = {
+            "fsdp": EngineSpec(backend="fsdp", role="train", model=model, place=place, optim=OptimSpec(lr=1e-2)),
+            "vllm": EngineSpec(backend="vllm", role="infer", model=model, place=place),
+        }
+        layout = parse_layout("fsdp:d1|vllm:d1?form=server&max_model_len=128", registry=registry)
+        options = {"local": {"synchronous": synchronous, "verify": 1}}
+        async with Driver(layout, specs, registry=registry, run_dir=tmp_path, transfer_options=options) as driver:
+            await driver.infer["vllm"].resume("1.0")
+            for counter in (1, 2):
+                await self.train(driver)
+                assert await self.gap(driver) > 1e-3
+                report = await driver.push("fsdp", "vllm", WeightVersion(1, counter))
+                assert report.transfer == "local"
+                assert await self.gap(driver) < 1e-5
+
+    async def test_an_endpoint_that_is_no_transfers_is_refused(self, server):
+        from powertrain.tensors.shm import ShmSink
 
         async with attached(server) as made:
             await made.pause()
-            endpoint = made.weights().endpoint(LocalSink, RankSpec())
-            with pytest.raises(TransferError, match="the trainer is not in this one; use shm"):
-                await asyncio.to_thread(endpoint.take, session="s", reads=[], share="no")
             with pytest.raises(AttributeError):
-                endpoint.no_such_operation  # noqa: B018
+                made.weights().endpoint(ShmSink, RankSpec()).no_such_operation  # noqa: B018
             with pytest.raises(ConfigError, match="no transfer that is installed"):
                 made.weights().endpoint(type("Evil", (), {"__module__": "os"}), RankSpec())
 
