@@ -252,7 +252,8 @@ class InProcess:
             message = f"adapter {name!r} cannot be loaded: vLLM was started without room for any; set enable_lora=true"
             raise ConfigError(message)
         self._count += 1
-        request = LoRARequest(name, self._count, folder)
+        # Of each load its own: prefix caches know an adapter by name and path, not by what a folder holds now.
+        request = LoRARequest(f"{name}#{self._count}", self._count, folder)
         try:
             loaded = self._do(lambda: self._add(request))
         except DeadlineError:

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from powertrain.errors import StateError
+
 if TYPE_CHECKING:
     from powertrain.interfaces.data import GenerateRequest, GenerateResult
     from powertrain.tensors.rows import Row
@@ -50,8 +52,11 @@ class Streams:
         An iterator that is closed before its end aborts the request.
         """
         name = request.request_id
+        if name in self._queues:  # it would take the other's tokens, and its queue with it
+            message = f"request id {name!r} is in flight already"
+            raise StateError(message)
+        queue = self._queues[name] = asyncio.Queue()
         answer = asyncio.ensure_future(generate(request))
-        queue = self._queues.setdefault(name, asyncio.Queue())
         try:
             while not (answer.done() and queue.empty()):
                 fresh = asyncio.ensure_future(queue.get())

@@ -344,3 +344,20 @@ def test_engine_without_room_says_how_to_make_it():
             engine.generate(ask(PROMPT, adapter="policy-v1.2"))
     finally:
         engine.release()
+
+
+def test_a_name_and_folder_loaded_anew_answer_with_what_the_folder_holds_now(engine, counters):
+    """vLLM's prefix cache knows an adapter by name and path, and would go on with what the old weights computed."""
+    name, folder = f"policy-v1.{next(counters)}", save_adapter(adapter(11, BASE))
+    prompt = [3 + place % 40 for place in range(300)]
+    try:
+        for seed in (11, 12):
+            new = Path(save_adapter(adapter(seed, BASE)))
+            for file in new.iterdir():
+                shutil.copy(file, folder)
+            engine.load_adapter(name, folder)
+            request = ask(prompt, adapter=name)
+            assert gap(merged(BASE, adapter(seed, BASE)), request, engine.generate(request).completions[0]) < CLOSE
+            engine.unload_adapter(name)
+    finally:
+        clear(engine)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from powertrain import EngineSpec, GenerateRequest, SamplingParams
-from powertrain.errors import ConfigError
+from powertrain.errors import ConfigError, StateError
 from powertrain.testing.tensors.models import tiny_model
 from powertrain_vllm.engine import VllmEngine
 
@@ -95,3 +95,14 @@ def test_a_refused_request_raises_in_its_stream(engine, loop):
 
     with pytest.raises(ConfigError, match="built for 512"):
         run(loop, work())
+
+
+def test_a_second_stream_under_a_name_in_flight_takes_nothing_from_the_first(engine, loop):
+    async def work():
+        async with contextlib.aclosing(engine.stream(ask("twice", max_tokens=60))) as first:
+            seen = [await anext(first)]
+            with pytest.raises(StateError, match=r"'twice' is in flight already"):
+                await anext(engine.stream(ask("twice", max_tokens=4)))
+            return seen + [one async for one in first]
+
+    assert [one.place for one in run(loop, work())] == list(range(60))
