@@ -163,18 +163,19 @@ class InProcess:
             self._heard(call.name, (), self._fault or StateError("the engine is closed"))
             return
         try:
-            self._enter(call)
+            self._enter(call, self._salt)
         except Exception as exc:  # noqa: BLE001 - the call gets it, and no other is lost
             message = f"vLLM refuses a request of {len(call.tokens)} tokens: {type(exc).__name__}: {exc}"
             self._heard(call.name, (), ConfigError(message))
             return
         self._running[call.name] = name_there(call)
-        self.ranks.send("add", asdict(call))
+        self.ranks.send("add", asdict(call), self._salt)
 
-    def _enter(self, call: Call) -> None:
+    def _enter(self, call: Call, salt: int) -> None:
+        """Give a call to vLLM. salt: rank 0's, so that all ranks find the same prefixes and schedule alike."""
         self._engine.add_request(
             name_there(call),
-            {"prompt_token_ids": list(call.tokens), "cache_salt": str(self._salt)},
+            {"prompt_token_ids": list(call.tokens), "cache_salt": str(salt)},
             sampling(call),
             lora_request=self._numbers[call.adapter] if call.adapter is not None else None,
         )
@@ -189,7 +190,7 @@ class InProcess:
             if kind == "step":
                 self._engine.step()
             elif kind == "add":
-                self._enter(Call(**args[0]))
+                self._enter(Call(**args[0]), args[1])
             elif kind == "drop":
                 self._engine.abort_request(args[0])
             elif kind == "unload":

@@ -6,9 +6,11 @@ import asyncio
 import json
 import logging
 import os
+import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -50,7 +52,7 @@ class Server:
         self._name = "vLLM's server"
         self._prefix = ""
         self._about: dict[str, Any] = {}
-        self._loaded: set[str] = set()
+        self._loaded: dict[str, str] = {}
         self._asleep = self._closed = False
         self._ending = threading.Lock()
 
@@ -155,7 +157,10 @@ class Server:
     # ---- rows
     def submit(self, calls: Sequence[Call]) -> None:
         """Hand over rows; each is a request of its own."""
-        self._http.submit(calls)
+        there = self._loaded
+        self._http.submit(
+            [c if c.adapter is None else replace(c, adapter=there.get(c.adapter, c.adapter)) for c in calls]
+        )
 
     async def drop(self, names: Sequence[str]) -> None:
         """End rows; what they drew until then has been heard."""
@@ -181,20 +186,22 @@ class Server:
         if not self._about["lora"]:
             message = f"adapter {name!r} cannot be loaded: vLLM was started without room for any; set enable_lora=true"
             raise ConfigError(message)
+        # Of each load its own: prefix caches know an adapter by name and path, not by what a folder holds now.
+        there = f"{name}#{secrets.token_hex(4)}"
         try:
-            self._http.call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+            self._http.call("POST", "/v1/load_lora_adapter", {"lora_name": there, "lora_path": str(folder)})
         except RefusedError as exc:
             hint = "; is VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 set there?" if exc.status in {404, 405} else ""
             message = f"vLLM does not take adapter {name!r}: {exc}{hint}"
             raise ConfigError(message) from exc
-        self._loaded.add(name)
+        self._loaded[name] = there
 
     def unload(self, name: str) -> None:
         """Forget an adapter."""
         if name in self._loaded:
-            self._loaded.discard(name)
+            there = self._loaded.pop(name)
             try:
-                self._http.call("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+                self._http.call("POST", "/v1/unload_lora_adapter", {"lora_name": there})
             except RefusedError as exc:
                 if exc.status != 404:
                     message = f"{self._name} does not drop adapter {name!r}: {exc}"

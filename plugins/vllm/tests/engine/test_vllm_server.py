@@ -5,6 +5,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 import psutil
 import pytest
+from flying import with_adapter
 from vllm_servers import KEY, KEY_NAME, Running, restore
 
 from powertrain import EngineSpec, GenerateRequest, SamplingParams
@@ -466,11 +468,29 @@ class TestAttached:
                     return [card["id"] for card in json.load(answer)["data"]][1:]
 
             await made.load_adapter("policy-v1.2", save_adapter(adapter(2, tiny_model())))
-            assert names() == ["policy-v1.2"]
+            assert [name.partition("#")[0] for name in names()] == ["policy-v1.2"]
             base, own = [(await made.generate(ask(f"a-{x}", adapter=x))).completions[0] for x in (None, "policy-v1.2")]
             assert base.tokens.tolist() != own.tokens.tolist()
             await made.unload_adapter("policy-v1.2")
             assert names() == []
+
+    async def test_an_adapter_loaded_anew_from_a_rewritten_folder_finds_no_old_prefixes(self, server, tmp_path):
+        """vLLM's cache knows an adapter by name and path; the second load's weights are others."""
+        prompt = np.asarray([1 + i * 7 % 60 for i in range(200)])
+        sampling = SamplingParams(max_tokens=8, temperature=0.0)
+        folder = tmp_path / "adapter"
+        async with attached(server) as made:
+            await made.resume("1.1")
+            for seed in (2, 3):
+                shutil.copytree(save_adapter(adapter(seed, tiny_model())), folder, dirs_exist_ok=True)
+                await made.load_adapter("policy-v1.2", str(folder))
+                request = GenerateRequest(
+                    request_id=f"s{seed}", prompt=prompt, sampling=sampling, adapter="policy-v1.2"
+                )
+                [completion] = (await made.generate(request)).completions
+                right = replay(with_adapter(tiny_model(), folder), prompt, completion.tokens.tolist())
+                assert np.abs(completion.logprobs_t1 - right).max() < 1e-4, seed
+                await made.unload_adapter("policy-v1.2")
 
     async def test_no_cache_of_old_weights_is_used(self, server):
         prompt = [1 + i * 7 % 60 for i in range(200)]  # longer than a block of the cache, 128 tokens on a CPU
