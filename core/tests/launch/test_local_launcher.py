@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -86,6 +87,19 @@ def test_lines_are_in_the_log_while_it_runs(launcher):
     status = status_of(launcher, "rollout/1")
     assert (status.code, status.tail) == (None, "up")
     assert psutil.Process(status.pid).cmdline()[1] == "-c"
+
+
+def test_process_starts_where_a_thousand_files_are_open(launcher):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip(f"this host allows {hard} open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for _ in range(1100):
+            stack.enter_context(Path(os.devnull).open("rb"))
+        launcher.start([python("one", "raise SystemExit(7)")])
+        assert code_of(launcher, "one") == 7
 
 
 @pytest.mark.parametrize(

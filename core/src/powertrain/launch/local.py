@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -21,6 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any, Final, cast
 from urllib.request import ProxyHandler, build_opener
@@ -193,7 +193,7 @@ class LocalLauncher(Launcher):
     def _await_pid(self, process: _Process) -> int:
         reply = cast("IO[bytes]", process.watcher.stdout)
         with reply:
-            ready, _, _ = select.select([reply], [], [], _SPAWN_SECONDS)
+            ready = wait([reply], _SPAWN_SECONDS)  # select takes no descriptor above 1023
             answer = reply.read().decode(errors="replace") if ready else ""
         if answer.isdecimal():
             return int(answer)

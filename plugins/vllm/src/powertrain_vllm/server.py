@@ -66,14 +66,13 @@ class Server:
     def _start(self, spec: EngineSpec, options: Mapping[str, Any], heard: Heard) -> None:
         try:
             self._open(spec, options, heard)
-        finally:
             with self._ending:
-                closed = self._closed
-            if closed:  # by somebody who gave the start up, and could not close what was made since
-                self._close()
-        if closed:
-            message = "the engine was closed while its server started"
-            raise StateError(message)
+                if self._closed:
+                    message = "the engine was closed while its server started"
+                    raise StateError(message)
+        except BaseException:  # nothing is left of a start that failed, whether or not anybody closes the engine
+            self._close()
+            raise
 
     def _launch(self, spec: EngineSpec, options: Mapping[str, Any]) -> Launched:
         from powertrain_vllm.hooks import lora_ranks
