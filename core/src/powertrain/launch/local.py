@@ -193,7 +193,7 @@ class LocalLauncher(Launcher):
     def _await_pid(self, process: _Process) -> int:
         reply = cast("IO[bytes]", process.watcher.stdout)
         with reply:
-            ready = wait([reply], _SPAWN_SECONDS)  # select takes no descriptor above 1023
+            ready = wait([reply.fileno()], _SPAWN_SECONDS)  # select takes no descriptor above 1023
             answer = reply.read().decode(errors="replace") if ready else ""
         if answer.isdecimal():
             return int(answer)
