@@ -40,7 +40,7 @@ CROSS_ENTROPY = LossSpec(name="powertrain.tensors.loss:cross_entropy")
 
 def write_model(folder: Path, device: str, *, tiny: bool) -> int:
     """Write random weights of Qwen3-1.7B's shape, untied, bfloat16; returns bytes."""
-    from transformers import AutoModelForCausalLM, Qwen3Config
+    from transformers import Qwen3Config
 
     small = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
     full = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28}
@@ -49,7 +49,15 @@ def write_model(folder: Path, device: str, *, tiny: bool) -> int:
         if tiny
         else {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
     )
-    config = Qwen3Config(**(small if tiny else full), **heads, tie_word_embeddings=False, eos_token_id=0)
+    return save_random(
+        Qwen3Config(**(small if tiny else full), **heads, tie_word_embeddings=False, eos_token_id=0), folder, device
+    )
+
+
+def save_random(config: object, folder: Path, device: str) -> int:
+    """Write a model of random weights in bfloat16; returns bytes."""
+    from transformers import AutoModelForCausalLM
+
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="8GB")
@@ -122,26 +130,53 @@ async def timed(work) -> tuple[float, object]:
     return (time.perf_counter() - begun) * 1e3, result
 
 
-async def gap(driver: Driver, vocabulary: int) -> float:
-    """Return the largest |log-prob of hf - log-prob of fsdp| over greedy tokens."""
+async def gaps(driver: Driver, infer: str, vocabulary: int) -> np.ndarray:
+    """Return |log-prob of the inference part - log-prob of fsdp| of greedy tokens."""
     rng = np.random.default_rng(0)
     params = SamplingParams(n=1, max_tokens=16, temperature=0.0)
     requests = [
         GenerateRequest(request_id=f"g{i}", prompt=rng.integers(1, vocabulary, 20), sampling=params) for i in range(4)
     ]
-    results = await driver.infer["hf"].generate_batch(requests)
+    results = await driver.infer[infer].generate_batch(requests)
     pairs = [(r.prompt.tolist(), x.completions[0]) for r, x in zip(requests, results, strict=True)]
     batch = TrainBatch.from_sequences([p for p, _ in pairs], [c.tokens.tolist() for _, c in pairs])
     told = np.concatenate([np.concatenate([np.zeros(len(p)), c.logprobs_t1]) for p, c in pairs])
-    return float(np.abs(await driver.train["fsdp"].logprobs(batch) - told)[batch.weights > 0].max())
+    return np.abs(await driver.train["fsdp"].logprobs(batch) - told)[batch.weights > 0]
+
+
+async def gap(driver: Driver, vocabulary: int) -> float:
+    """Return the largest of `gaps` between hf and fsdp."""
+    return float((await gaps(driver, "hf", vocabulary)).max())
+
+
+def some_batch(vocabulary: int) -> TrainBatch:
+    """Return what a training step gets."""
+    rng = np.random.default_rng(1)
+    return TrainBatch.from_sequences(
+        [rng.integers(1, vocabulary, 8).tolist()] * 2, [rng.integers(1, vocabulary, 24).tolist() for _ in range(2)]
+    )
+
+
+async def idle_pushes(push, pool, repeats: int) -> dict[str, object]:
+    """Push `repeats` times, the engine idle in between, with an empty call beside each; returns what was seen."""
+    pushes, phases, calls = [], [], []
+    for _ in range(repeats):
+        milliseconds, report = await timed(push())
+        pushes.append(milliseconds)
+        phases.append({name: seconds * 1e3 for name, seconds in report.seconds.items()})
+        calls.append((await timed(pool.health()))[0])
+    return {
+        "push_ms": pushes,
+        "push_median_ms": statistics.median(pushes),
+        "phases_median_ms": {name: statistics.median(row[name] for row in phases) for name in phases[0]},
+        "empty_call_median_ms": statistics.median(calls),
+        "bytes": report.bytes,
+    }
 
 
 async def measure(model: str, device: str, transfer: str, repeats: int, vocabulary: int) -> dict[str, object]:
     """Push `repeats` times over one transfer and return what was seen."""
-    rng = np.random.default_rng(1)
-    batch = TrainBatch.from_sequences(
-        [rng.integers(1, vocabulary, 8).tolist()] * 2, [rng.integers(1, vocabulary, 24).tolist() for _ in range(2)]
-    )
+    batch = some_batch(vocabulary)
     with tempfile.TemporaryDirectory() as run_dir:
         async with make_driver(model, device, run_dir, transfer) as driver:
             await driver.infer["hf"].resume("1.0")
@@ -156,12 +191,7 @@ async def measure(model: str, device: str, transfer: str, repeats: int, vocabula
             first, _ = await timed(push())
             await push()
             taken = free - free_memory()
-            pushes, phases, calls = [], [], []
-            for _ in range(repeats):
-                milliseconds, report = await timed(push())
-                pushes.append(milliseconds)
-                phases.append({name: seconds * 1e3 for name, seconds in report.seconds.items()})
-                calls.append((await timed(driver.infer["hf"].health()))[0])
+            idle = await idle_pushes(push, driver.infer["hf"], repeats)
             before = await gap(driver, vocabulary)
             after = []
             for _ in range(5):  # a step, and at once the push: the fence has something to wait for
@@ -171,11 +201,7 @@ async def measure(model: str, device: str, transfer: str, repeats: int, vocabula
     return {
         "first_ms": first,
         "device_memory_taken_by_updates": taken,
-        "push_ms": pushes,
-        "push_median_ms": statistics.median(pushes),
-        "phases_median_ms": {name: statistics.median(row[name] for row in phases) for name in phases[0]},
-        "empty_call_median_ms": statistics.median(calls),
-        "bytes": report.bytes,
+        **idle,
         "largest_log_prob_gap": before,
         "largest_log_prob_gap_after_steps": after,
     }

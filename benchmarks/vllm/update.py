@@ -21,16 +21,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import torch
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "transfer"))
-from colocated import CROSS_ENTROPY, plain_copy, timed  # noqa: E402
+from colocated import CROSS_ENTROPY, gaps, idle_pushes, plain_copy, save_random, some_batch, timed  # noqa: E402
 from setting import head, write  # noqa: E402
 
 from powertrain.interfaces.build import EngineSpec, OptimSpec, RankSpec  # noqa: E402
-from powertrain.interfaces.data import GenerateRequest, SamplingParams, TrainBatch  # noqa: E402
 from powertrain.layout import parse_layout  # noqa: E402
 from powertrain.registry import Registry  # noqa: E402
 from powertrain.runtime.driver import Driver  # noqa: E402
@@ -59,13 +57,8 @@ def config_of(shape: str, *, tiny: bool) -> object:
 
 def write_model(folder: Path, device: str, shape: str, *, tiny: bool) -> int:
     """Write random weights in bfloat16; returns bytes."""
-    from transformers import AutoModelForCausalLM
-
     torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config_of(shape, tiny=tiny), dtype=torch.bfloat16)
-    model.save_pretrained(folder, max_shard_size="8GB")
-    return sum(tensor.nbytes for tensor in model.parameters())
+    return save_random(config_of(shape, tiny=tiny), folder, device)
 
 
 def make_driver(model: str, device: str, run_dir: str, args: argparse.Namespace) -> Driver:
@@ -88,25 +81,13 @@ def make_driver(model: str, device: str, run_dir: str, args: argparse.Namespace)
 
 async def gap(driver: Driver, vocabulary: int) -> dict[str, float]:
     """Return how far the engine's log-probs of greedy tokens lie from the trainer's: largest and mean."""
-    rng = np.random.default_rng(0)
-    params = SamplingParams(n=1, max_tokens=16, temperature=0.0)
-    requests = [
-        GenerateRequest(request_id=f"g{i}", prompt=rng.integers(1, vocabulary, 20), sampling=params) for i in range(4)
-    ]
-    results = await driver.infer["vllm"].generate_batch(requests)
-    pairs = [(r.prompt.tolist(), x.completions[0]) for r, x in zip(requests, results, strict=True)]
-    batch = TrainBatch.from_sequences([p for p, _ in pairs], [c.tokens.tolist() for _, c in pairs])
-    told = np.concatenate([np.concatenate([np.zeros(len(p)), c.logprobs_t1]) for p, c in pairs])
-    apart = np.abs(await driver.train["fsdp"].logprobs(batch) - told)[batch.weights > 0]
+    apart = await gaps(driver, "vllm", vocabulary)
     return {"largest": float(apart.max()), "mean": float(apart.mean())}
 
 
 async def measure(model: str, device: str, vocabulary: int, args: argparse.Namespace) -> dict[str, object]:
     """Push `repeats` times and return what was seen."""
-    rng = np.random.default_rng(1)
-    batch = TrainBatch.from_sequences(
-        [rng.integers(1, vocabulary, 8).tolist()] * 2, [rng.integers(1, vocabulary, 24).tolist() for _ in range(2)]
-    )
+    batch = some_batch(vocabulary)
     with tempfile.TemporaryDirectory() as run_dir:
         async with make_driver(model, device, run_dir, args) as driver:
             await driver.infer["vllm"].resume("1.0")
@@ -119,12 +100,7 @@ async def measure(model: str, device: str, vocabulary: int, args: argparse.Names
 
             first, _ = await timed(push())
             await push()
-            pushes, phases, calls = [], [], []
-            for _ in range(args.repeats):  # idle in between
-                milliseconds, report = await timed(push())
-                pushes.append(milliseconds)
-                phases.append({name: seconds * 1e3 for name, seconds in report.seconds.items()})
-                calls.append((await timed(driver.infer["vllm"].health()))[0])
+            idle = await idle_pushes(push, driver.infer["vllm"], args.repeats)
             before = await gap(driver, vocabulary)
             answered = []
             for _ in range(10):  # the engine has answered in between, so its prefix cache has something to forget
@@ -137,13 +113,9 @@ async def measure(model: str, device: str, vocabulary: int, args: argparse.Names
                 after.append(await gap(driver, vocabulary))
     return {
         "first_ms": first,
-        "push_ms": pushes,
-        "push_median_ms": statistics.median(pushes),
+        **idle,
         "push_after_requests_ms": answered,
         "push_after_requests_median_ms": statistics.median(answered),
-        "phases_median_ms": {name: statistics.median(row[name] for row in phases) for name in phases[0]},
-        "empty_call_median_ms": statistics.median(calls),
-        "bytes": report.bytes,
         "verified_updates": [1, args.repeats + 13],
         "log_prob_gap": before,
         "log_prob_gap_after_steps": after,

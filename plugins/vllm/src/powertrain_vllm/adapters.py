@@ -134,6 +134,13 @@ class Shelf:
             self.take(name)
 
 
+def check_room_made(name: str, made: bool) -> None:
+    """Raise ConfigError for an adapter that comes to a vLLM without room for any."""
+    if not made:
+        message = f"adapter {name!r} cannot be loaded: vLLM was started without room for any; set enable_lora=true"
+        raise ConfigError(message)
+
+
 def check_folder(name: str, folder: str, modules: Iterable[str]) -> None:
     """Check a PEFT adapter before vLLM sees it, which passes over keys that fit no module; ConfigError says why.
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from powertrain.interfaces.build import EngineSpec
     from powertrain.interfaces.weights import WeightSink
+    from powertrain_vllm.ranks import Alone
 
 Drawn = tuple[int, float, float]
 """A token, its log-prob under the distribution it was drawn from, and under temperature 1 with nothing cut off."""
@@ -76,11 +77,15 @@ Heard = Callable[[str, Sequence[Drawn], "str | Exception | None"], None]
 class Form(Protocol):
     """One running vLLM. Coroutines run on the engine's event loop; `heard` may be called from any thread.
 
-    max_model_len: most tokens of a sequence. vocabulary: number of token ids that the model knows.
+    max_model_len: most tokens of a sequence. vocabulary: number of token ids that the model knows. ranks: this rank
+    among those of its engine, once it has started. gone: called with an adapter that rank 0 has dropped; set before
+    `start`.
     """
 
     max_model_len: int
     vocabulary: int
+    ranks: Alone
+    gone: Callable[[str], None]
 
     async def start(self, spec: EngineSpec, options: Mapping[str, Any], heard: Heard) -> None:
         """Start vLLM, weights loaded; bounded by the start-up deadline. options: those that go to vLLM are given."""

@@ -76,11 +76,10 @@ class VllmEngine(InferEngine):
         self._loop = asyncio.get_running_loop()
         self._shelf = Shelf(self._options["max_adapters"], self._options["stale_adapter"])
         self._form = _form(self._options)
-        if hasattr(self._form, "ranks"):
-            self._form.gone = self._shelf.forget
+        self._form.gone = self._shelf.forget
         self._built = True
         await self._form.start(spec, self._options, self._heard)
-        self._ranks = getattr(self._form, "ranks", ALONE)
+        self._ranks = self._form.ranks
         self._sink: Any = self._form.sink()
         self._sink.attach(lambda: self.state == "paused", self._arrived, self._withdrawn)
         self._modules = modules_of(self._sink)

@@ -141,13 +141,15 @@ class Relayed:
         """Return name -> (dtype, shape, strides, elements as bytes) of each storage."""
         import torch
 
+        from powertrain.tensors.sink import dtype_name
+
         found = {}
         with self._gate.writing():
             for name, tensor in self._sink.tensors().items():
                 span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
                 flat = torch.as_strided(tensor.detach(), (span if tensor.numel() else 0,), (1,)).cpu()
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                found[name] = (dtype, tuple(tensor.shape), tuple(tensor.stride()), flat.view(torch.uint8).numpy())
+                where = dtype_name(tensor.dtype), tuple(tensor.shape), tuple(tensor.stride())
+                found[name] = (*where, flat.view(torch.uint8).numpy())
         return found
 
     def begin(self, update: Any) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from powertrain.errors import ConfigError, DeadlineError, StateError, WorkerError
 from powertrain_vllm import ranks
+from powertrain_vllm.adapters import check_room_made
 from powertrain_vllm.backend import HOTTEST, Call, name_here, name_there, other
 from powertrain_vllm.configs import unpacked
 from powertrain_vllm.settings import engine_arguments, in_a_line, typed
@@ -249,9 +250,7 @@ class InProcess:
         """Load an adapter, so that what is wrong with it shows now."""
         from vllm.lora.request import LoRARequest
 
-        if not self._lora:
-            message = f"adapter {name!r} cannot be loaded: vLLM was started without room for any; set enable_lora=true"
-            raise ConfigError(message)
+        check_room_made(name, self._lora)
         self._count += 1
         # Of each load its own: prefix caches know an adapter by name and path, not by what a folder holds now.
         request = LoRARequest(f"{name}#{self._count}", self._count, folder)
@@ -294,13 +293,9 @@ class InProcess:
         await asyncio.to_thread(self._sleep, False)
 
     def _sleep(self, asleep: bool) -> None:
-        able = bool(self._engine.vllm_config.model_config.enable_sleep_mode)
-        if asleep:
-            self._forget()
-        if able:
+        self._forget()
+        if self._engine.vllm_config.model_config.enable_sleep_mode:
             self._do(lambda: self._engine.sleep(level=1) if asleep else self._engine.wake_up())
-        if not asleep:
-            self._forget()
 
     async def close(self) -> None:
         """End the thread and free the engine."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import packages_distributions, version
@@ -18,9 +17,11 @@ from urllib.parse import urlsplit
 
 from powertrain.errors import ConfigError, PowertrainError, StateError
 from powertrain.runtime import wire
-from powertrain_vllm.configs import unpacked
+from powertrain_vllm.adapters import check_room_made
+from powertrain_vllm.configs import read, unpacked
 from powertrain_vllm.http import Client, RefusedError
 from powertrain_vllm.launched import Launched
+from powertrain_vllm.ranks import ALONE
 from powertrain_vllm.relay import Caller
 from powertrain_vllm.remote import RemoteSink
 from powertrain_vllm.serving import HOW, KEY, ROUTES
@@ -44,6 +45,8 @@ class Server:
 
     max_model_len: int
     vocabulary: int
+    ranks = ALONE
+    gone: Callable[[str], None]
 
     def __init__(self) -> None:
         self._launched: Launched | None = None
@@ -101,7 +104,7 @@ class Server:
         self._client = Client(url, key, name=self._name, heard=heard, lost=self._lost)
         self._client.open()
         self._read(spec, options)
-        self._sit(spec, options)
+        self._sit(spec)
         self._client.watch()
 
     # ---- what the server is
@@ -127,18 +130,17 @@ class Server:
         except StateError as exc:
             message = f"nothing answers: {exc}"
             raise ConfigError(message) from exc
-        generation(about["vllm"], allow=options.get("untested_version") == "allow")
+        self._native_head = generation(about["vllm"], allow=options.get("untested_version") == "allow").head_dtype
         if self._launched is None:
             _check_fits(self._name, about, spec)
         self._about = about
         self.max_model_len = about["max_model_len"]
         self._http.model = about["name"]
 
-    def _sit(self, spec: EngineSpec, options: Mapping[str, Any]) -> None:
+    def _sit(self, spec: EngineSpec) -> None:
         """Have seats made in the workers, and open the line to the one that holds this rank's weights."""
-        native = generation(self._about["vllm"], allow=options.get("untested_version") == "allow").head_dtype
         try:
-            body = {"fp32_head": spec.head.fp32, "native_head": native}
+            body = {"fp32_head": spec.head.fp32, "native_head": self._native_head}
             seats = self._http.call("POST", f"{ROUTES}sit", body)["seats"]
         except RefusedError as exc:
             message = f"{self._name} has no extension of powertrain in its workers ({exc}); {HOW}"
@@ -182,9 +184,7 @@ class Server:
 
     def load(self, name: str, folder: str) -> None:
         """Load an adapter, so that what is wrong with it shows now."""
-        if not self._about["lora"]:
-            message = f"adapter {name!r} cannot be loaded: vLLM was started without room for any; set enable_lora=true"
-            raise ConfigError(message)
+        check_room_made(name, self._about["lora"])
         # Of each load its own: prefix caches know an adapter by name and path, not by what a folder holds now.
         there = f"{name}#{secrets.token_hex(4)}"
         try:
@@ -327,12 +327,8 @@ def _check_fits(name: str, about: Mapping[str, Any], spec: EngineSpec) -> None:
 
 
 def _config(folder: str) -> Any:
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        return str(folder)
-    found = json.loads(path.read_text(encoding="utf-8"))
-    found.pop("_name_or_path", None)
-    return found
+    found = read(folder)
+    return {name: value for name, value in found.items() if name != "_name_or_path"} if found else str(folder)
 
 
 def _installed() -> str:

@@ -4,6 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 from powertrain import EngineSpec
 from powertrain_vllm.environment import environment
 
@@ -13,3 +15,9 @@ sys.path.append(str(Path(__file__).parent))
 if HERE:  # vLLM and torch read these when they are imported
     needed = environment({}, EngineSpec(backend="vllm", role="infer", model="", deterministic=True))
     os.environ.update(needed, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
+
+
+@pytest.fixture(scope="module")
+def counters():
+    """Versions, each used once in the life of a module's engine."""
+    return iter(range(2, 1000))

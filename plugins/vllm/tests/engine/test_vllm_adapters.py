@@ -34,12 +34,6 @@ def engine():
     found.release()
 
 
-@pytest.fixture(scope="module")
-def counters():
-    """Versions, each used once in the life of the engine."""
-    return iter(range(2, 1000))
-
-
 @pytest.fixture
 def names(engine, counters):
     """Return a function that loads an adapter of a seed and returns (name, folder); all are dropped at the end."""

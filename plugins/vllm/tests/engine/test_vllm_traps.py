@@ -48,11 +48,6 @@ def engine():
     found.release()
 
 
-@pytest.fixture(scope="module")
-def counters():
-    return iter(range(2, 1000))
-
-
 @pytest.fixture
 def old_again(engine, counters):
     """Bring the old weights back, whatever a test has published."""
